@@ -1,0 +1,206 @@
+"""The bundle's manifest: the one schema that the exporter writes and the runtime reads.
+
+A bundle is a folder with `manifest.json` at its root. Every path in it is relative, without `..` and without links;
+every file of the bundle but the manifest is listed in `files` with its size and SHA-256.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from dspark.errors import UsageError
+
+SCHEMA_VERSION = "1.0"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    sha256: str
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A graph input or output. `shape` holds ints and names of symbolic dimensions; dtype as numpy spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class CachePair:
+    """A K or V cache: the engine binds `input` and `output` to one buffer, so that the step updates it in place."""
+
+    input: str
+    output: str
+    dtype: str
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ONNX file. form: `portable` (dspark:: nodes with function bodies) or `onnxruntime-cpu` (lowered, one request)."""
+
+    role: str  # target | drafter
+    form: str
+    file: str
+    inputs: tuple[Tensor, ...]  # caches excluded
+    outputs: tuple[Tensor, ...]  # caches excluded
+    caches: tuple[CachePair, ...]
+    cache_slack: int  # rows beyond the committed ones that a step may write, per row of a block
+
+
+@dataclass(frozen=True)
+class Markov:
+    head: str  # vanilla | gated | rnn | none
+    rank: int
+
+
+@dataclass(frozen=True)
+class Confidence:
+    enabled: bool
+    with_markov: bool
+
+
+@dataclass(frozen=True)
+class Drafter:
+    block_size: int
+    layout: str
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    markov: Markov
+    confidence: Confidence
+    draft_vocab_size: int
+    windows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    max_position_embeddings: int
+    stop_token_ids: tuple[int, ...]
+    tokenizer_sha256: str | None
+
+
+@dataclass(frozen=True)
+class Onnx:
+    opset: int
+    ir: int
+
+
+@dataclass(frozen=True)
+class Profiles:
+    max_batch_size: int
+    max_context_len: int  # tokens; the largest committed length a request may reach
+    draft_len: int  # default number of drafts a round; 1..block_size
+
+
+@dataclass(frozen=True)
+class Manifest:
+    schema_version: str
+    tool: dict[str, str]  # {"name": "dspark", "version": ..., and the exporter's packages}
+    source: dict[str, FileEntry]  # "checkpoint/<file>" and "target/<file>" -> what was read
+    drafter: Drafter
+    target: Target
+    dtype: str  # fp32 | fp16 | bf16, of the portable graphs
+    onnx: Onnx
+    io: tuple[Graph, ...]
+    profiles: Profiles
+    files: dict[str, FileEntry]
+    engines: tuple[dict, ...] = field(default=())
+    plugins: tuple[dict, ...] = field(default=())
+    calibration: dict | None = None
+    sps: dict | None = None
+    parity: str | None = None  # the parity report's file
+
+    def graph(self, role: str, form: str) -> Graph:
+        """The graph of a role in a form; UsageError where the bundle has none."""
+        for graph in self.io:
+            if (graph.role, graph.form) == (role, form):
+                return graph
+        forms = ", ".join(g.form for g in self.io if g.role == role) or "none"
+        raise UsageError(f"bundle: no {role} graph in form {form!r} (it has {forms}); export it again with this version")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def check_path(name: str, where: str) -> None:
+    """Refuse a path that could leave the bundle: absolute, with `..`, with a backslash, or empty."""
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name:
+        raise UsageError(f"{where}: path {name!r} is not a plain relative path; the bundle is damaged or hostile")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse and check `folder`/manifest.json: schema version, every field's presence and type, every path."""
+    file = folder / MANIFEST
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such file; a bundle is a folder that dspark-export wrote") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read as JSON ({error}); export the bundle again") from error
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if not isinstance(version, str) or version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
+        raise UsageError(f"{file}: schema_version {version!r}, this version reads {SCHEMA_VERSION}; export the bundle again")
+    manifest = _parse(Manifest, raw, str(file), "")
+    for name in [*manifest.files, *(g.file for g in manifest.io), *([manifest.parity] if manifest.parity else [])]:
+        check_path(name, str(file))
+    for graph in manifest.io:
+        if graph.file not in manifest.files:
+            raise UsageError(f"{file}: graph {graph.file!r} is not in files; export the bundle again")
+    return manifest
+
+
+def _parse(kind, value, file: str, at: str):
+    """Build `kind` (a dataclass, tuple[...], dict[...], union or scalar) from JSON, or say which key is wrong."""
+
+    def wrong(expected: str) -> UsageError:
+        return UsageError(f"{file}: {at or 'top level'}: expected {expected}, found {type(value).__name__}")
+
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        known = {f.name: f for f in dataclasses.fields(kind)}
+        hints = typing.get_type_hints(kind)
+        for name, f in known.items():
+            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if required and name not in value:
+                raise UsageError(f"{file}: key {f'{at}.{name}'.lstrip('.')!r} is missing; export the bundle again")
+        parts = {n: _parse(hints[n], v, file, f"{at}.{n}".lstrip(".")) for n, v in value.items() if n in known}
+        return kind(**parts)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise wrong("a list")
+        return tuple(_parse(args[0], v, file, f"{at}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        return {k: _parse(args[1], v, file, f"{at}[{k!r}]") for k, v in value.items()}
+    if origin in (types.UnionType, typing.Union):
+        for option in args:
+            if option is type(None) and value is None:
+                return None
+            if option is not type(None) and (option is not int or not isinstance(value, bool)):
+                plain = typing.get_origin(option) or option
+                if isinstance(plain, type) and isinstance(value, plain):
+                    return _parse(option, value, file, at)
+        raise wrong(" or ".join(getattr(a, "__name__", str(a)) for a in args))
+    if kind is dict:
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        return value
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise wrong(kind.__name__)
+    return value
