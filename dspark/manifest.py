@@ -10,6 +10,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from dspark.errors import UsageError
 
@@ -45,7 +46,7 @@ class CachePair:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX file. form: `portable` (dspark:: nodes with function bodies) or `onnxruntime-cpu` (lowered, one request)."""
+    """One ONNX file. form: `portable` (dspark:: nodes with function bodies) or `onnxruntime-cpu` (lowered)."""
 
     role: str  # target | drafter
     form: str
@@ -128,7 +129,7 @@ class Manifest:
             if (graph.role, graph.form) == (role, form):
                 return graph
         forms = ", ".join(g.form for g in self.io if g.role == role) or "none"
-        raise UsageError(f"bundle: no {role} graph in form {form!r} (it has {forms}); export it again with this version")
+        raise UsageError(f"bundle: no {role} graph in form {form!r} (it has {forms}); export it again")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
@@ -152,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UsageError(f"{file}: cannot be read as JSON ({error}); export the bundle again") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if not isinstance(version, str) or version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
-        raise UsageError(f"{file}: schema_version {version!r}, this version reads {SCHEMA_VERSION}; export the bundle again")
+        raise UsageError(f"{file}: schema_version {version!r}, expected {SCHEMA_VERSION}; export the bundle again")
     manifest = _parse(Manifest, raw, str(file), "")
     for name in [*manifest.files, *(g.file for g in manifest.io), *([manifest.parity] if manifest.parity else [])]:
         check_path(name, str(file))
@@ -162,14 +163,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(kind, value, file: str, at: str):
+def _parse(kind: Any, value: Any, file: str, at: str) -> Any:
     """Build `kind` (a dataclass, tuple[...], dict[...], union or scalar) from JSON, or say which key is wrong."""
 
     def wrong(expected: str) -> UsageError:
         return UsageError(f"{file}: {at or 'top level'}: expected {expected}, found {type(value).__name__}")
 
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise wrong("an object")
         known = {f.name: f for f in dataclasses.fields(kind)}

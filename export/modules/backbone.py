@@ -36,10 +36,14 @@ class RMSNorm(nn.Module):
 class RotaryTable(nn.Module):
     """cos and sin [..., T, D/2] in fp32 for integer positions [..., T]."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
-        self.scale = rope_attention_scale(config)
+        # Computed, never loaded: a real table even in a module whose weights are placeholders on the meta device.
+        with torch.device("cpu"):
+            self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
+            self.scale = rope_attention_scale(config)
 
     def forward(self, positions: Tensor) -> Rope:
         angles = positions[..., None].float() * self.inv_freq
@@ -147,7 +151,9 @@ class Backbone(nn.Module):
         """
         return self.hidden_norm(self.fc(taps))
 
-    def forward(self, x: Tensor, context: Tensor, positions: Tensor, context_positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor, positions: Tensor, context_positions: Tensor, attend: Attend
+    ) -> Tensor:
         """Block embeddings x [..., T, H] and fused context [..., Tc, H] -> normed hidden states [..., T, H].
 
         `positions` [..., T] and `context_positions` [..., Tc] are the tokens' indices in their sequences.

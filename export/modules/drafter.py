@@ -11,7 +11,7 @@ from .markov import HEADS
 
 
 class Drafter(Backbone):
-    """Parameters are named as in DeepSpec's checkpoints; `embed_tokens` and `lm_head` may be the target's own tensors."""
+    """Parameters are named as in DeepSpec's checkpoints; `embed_tokens` and `lm_head` may be the target's tensors."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)

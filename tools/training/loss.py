@@ -28,6 +28,9 @@ class Targets:
     label: Tensor
     weight: Tensor
 
+    def to(self, device: torch.device) -> "Targets":
+        return Targets(*(part.to(device) for part in (self.ids, self.probs, self.label, self.weight)))
+
 
 class DistributionLoss(torch.autograd.Function):
     """(x [N, F], lm_head [Vd, H], w2 [Vd, r] or None, targets) -> (weighted loss, L1 distance [N], no gradient).
@@ -42,13 +45,15 @@ class DistributionLoss(torch.autograd.Function):
         rows, vocab = x.shape[0], head.shape[0]
         grad_x = torch.empty_like(x)
         grad_w2 = None if w2 is None else torch.zeros_like(w2)
-        distance = torch.empty(rows)
-        loss = torch.zeros((), dtype=torch.float64)
+        distance = torch.empty(rows, device=x.device)
+        loss = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, rows, CHUNK):
             part = slice(start, start + CHUNK)
             p = (x[part] @ head.T).float().softmax(-1)
             n = p.shape[0]
-            t = torch.zeros(n, vocab + 1).scatter_(1, targets.ids[part], targets.probs[part])[:, :vocab]
+            t = torch.zeros(n, vocab + 1, device=x.device).scatter_(1, targets.ids[part], targets.probs[part])[
+                :, :vocab
+            ]
             label, weight = targets.label[part].clamp(max=vocab - 1), targets.weight[part]
             known = (targets.label[part] < vocab).float()
             cross_entropy = -known * p.gather(1, label[:, None]).squeeze(1).clamp_min(1e-30).log()
@@ -59,7 +64,7 @@ class DistributionLoss(torch.autograd.Function):
             # With s = sign(p - t): d L1 / dz = p * (s - <p, s>); d CE / dz = p - onehot(label).
             grad = sign.sub_((p * sign).sum(-1, keepdim=True)).mul_(TOTAL_VARIATION)
             grad = grad.add_(CROSS_ENTROPY * known[:, None]).mul_(p)
-            grad[torch.arange(n), label] -= CROSS_ENTROPY * known
+            grad[torch.arange(n, device=x.device), label] -= CROSS_ENTROPY * known
             grad = grad.mul_(weight[:, None]).to(x.dtype)
             grad_x[part] = grad @ head
             if grad_w2 is not None:

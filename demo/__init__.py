@@ -1,0 +1,1 @@
+"""The demo pair's data: prompts, and the drafter trained for SmolLM2-135M-Instruct."""

@@ -1,0 +1,110 @@
+"""Writing a bundle: built aside, hashed, described by its manifest, and renamed into place when it is whole."""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from dspark import __version__
+from dspark.errors import DSparkError, UsageError
+from dspark.manifest import MANIFEST, FileEntry, Manifest
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+# Their versions decide what the graphs look like.
+_TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def building(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` to build in; it becomes `out` on success and vanishes on any failure.
+
+    Raises UsageError: `out` exists, or its parent cannot be written to. DSparkError: the disk is full.
+    """
+    if os.path.lexists(out):
+        raise UsageError(f"--out {out}: exists already; remove it or choose another folder")
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {parent}; create it first")
+    # Not tempfile: its folders are readable by their owner alone, and the bundle would stay so.
+    aside = parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    try:
+        aside.mkdir()
+        yield aside
+        aside.rename(out)
+    except Exception as error:
+        known = _disk_error(error, aside, out)
+        if known is None:
+            raise
+        raise known from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _disk_error(error: BaseException | None, aside: Path, out: Path) -> DSparkError | None:
+    """What the disk has to do with an error, which a library may have wrapped or only quoted."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _NO_SPACE) or os.strerror(errno.ENOSPC) in str(error):
+            return DSparkError(f"--out {out}: no space left on the disk; nothing was kept, free some and run again")
+        if isinstance(error, OSError) and str(error.filename).startswith(str(aside)):
+            return UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def file_entry(file: Path) -> FileEntry:
+    """Size and SHA-256 of a file, read in pieces."""
+    with file.open("rb") as stream:
+        return FileEntry(hashlib.file_digest(stream, "sha256").hexdigest(), file.stat().st_size)
+
+
+def write_target_files(files: dict[str, bytes], folder: Path) -> None:
+    """Tokenizer, generation config and chat template, unchanged.
+
+    A chat template that lies inside tokenizer_config.json is put beside it as well, where the runtime looks for it.
+    """
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if CHAT_TEMPLATE not in files and TOKENIZER_CONFIG in files:
+        template = json.loads(files[TOKENIZER_CONFIG]).get("chat_template")
+        if isinstance(template, list):  # named templates
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        if isinstance(template, str):
+            (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def entries(folder: Path) -> dict[str, FileEntry]:
+    """Every file in the folder but the manifest, by its path with forward slashes."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+    return {file.relative_to(folder).as_posix(): file_entry(file) for file in files}
+
+
+def tool() -> dict[str, str]:
+    """What built the bundle. No time in it, so that equal inputs give equal bytes, unless SOURCE_DATE_EPOCH fixes one.
+
+    Raises UsageError: SOURCE_DATE_EPOCH is not a number of seconds.
+    """
+    versions = {"name": "dspark", "version": __version__, **{name: metadata.version(name) for name in _TOOLS}}
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if epoch is None:
+        return versions
+    try:
+        return versions | {"created": datetime.fromtimestamp(int(epoch), UTC).isoformat()}
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(f"SOURCE_DATE_EPOCH={epoch!r}: expected seconds since 1970, such as 1767225600") from error

@@ -1,0 +1,146 @@
+"""The command dspark-export: a drafter checkpoint and its target become a bundle.
+
+Nothing heavy is imported before the arguments are read, so that --help and every wrong option answer at once.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dspark import __version__
+from dspark.errors import DSparkError, UsageError
+from dspark.export.demo import DEMO, demo_drafter, demo_target
+from dspark.export.progress import Progress
+
+INTERRUPTED, TERMINATED = 130, 143  # exit codes, as shells count signals
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dspark-export",
+        description="Export a DSpark drafter and its target model as a bundle that dspark's runtime loads.",
+        epilog="Exit codes: 0 success, 1 the export failed (parity, disk), 2 wrong options or unusable input.",
+    )
+    parser.add_argument(
+        "--ckpt", required=True, metavar="DIR|ID|demo", help="drafter checkpoint: a folder, a hub id, or the demo pair"
+    )
+    parser.add_argument("--target", metavar="DIR|ID", help="target model: a folder, a GGUF file or a hub id")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the bundle to write; must not exist")
+    parser.add_argument("--dtype", default="fp32", metavar="fp32", help="number format of the graphs (default: fp32)")
+    parser.add_argument("--backend", default="onnx", metavar="onnx", help="what to build for (default: onnx)")
+    parser.add_argument("--max-batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)")
+    parser.add_argument(
+        "--max-context-len", type=int, metavar="N", help="tokens a request may hold (default: the target's, max 4096)"
+    )
+    parser.add_argument("--draft-len", type=int, metavar="N", help="drafts a round (default: the whole block)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. Errors are one line on stderr, with --json an object on stdout too."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        # A terminated export has to clean up after itself like an interrupted one.
+        with contextlib.suppress(ValueError):  # only the main thread may
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+        report = _run(build_parser().parse_args(arguments))
+    except DSparkError as error:
+        return _fail(str(error), error.exit_code, "--json" in arguments)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was kept", INTERRUPTED, "--json" in arguments)
+    if "--json" in arguments:
+        print(json.dumps(report, ensure_ascii=False))
+    return 0
+
+
+def _fail(message: str, code: int, as_json: bool) -> int:
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": line, "exit_code": code}, ensure_ascii=False))
+    return code
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    checkpoint, target = _inputs(args)
+    # Whatever a library prints goes to stderr: stdout belongs to --json.
+    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
+        progress("loading libraries")
+        build = _import_build()
+        options = build.Options(
+            checkpoint=checkpoint,
+            target=target,
+            out=Path(args.out),
+            max_batch_size=args.max_batch_size,
+            max_context_len=args.max_context_len,
+            draft_len=args.draft_len,
+        )
+        manifest = build.export_bundle(options, progress)
+        seconds = progress.seconds
+        size = sum(entry.size for entry in manifest.files.values())
+        progress(f"done: {args.out}, {size / 1e6:.1f} MB")
+    return {
+        "bundle": args.out,
+        "bytes": size,
+        "seconds": round(seconds, 1),
+        "parity": json.loads((Path(args.out) / manifest.parity).read_text(encoding="utf-8"))["passed"],
+        "block_size": manifest.drafter.block_size,
+        "draft_len": manifest.profiles.draft_len,
+        "max_context_len": manifest.profiles.max_context_len,
+        "target": manifest.target.model_type,
+    }
+
+
+def _inputs(args: argparse.Namespace) -> tuple[Path, str]:
+    """Check the options that need no model, and find the checkpoint. Returns (checkpoint folder, target)."""
+    if args.dtype in ("fp16", "bf16"):
+        raise UsageError(f"--dtype {args.dtype}: not supported yet, ONNX Runtime's CPU kernels are fp32; use fp32")
+    if args.dtype != "fp32":
+        raise UsageError(f"--dtype {args.dtype}: not known; use --dtype fp32")
+    if args.backend in ("tensorrt", "tensorrt-rtx"):
+        raise UsageError(f"--backend {args.backend}: building engines is not supported yet; use --backend onnx")
+    if args.backend != "onnx":
+        raise UsageError(f"--backend {args.backend}: not known; use --backend onnx")
+    for option, value in (("--max-batch-size", args.max_batch_size), ("--max-context-len", args.max_context_len)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: must be at least 1")
+    if args.ckpt == DEMO:
+        return demo_drafter(), args.target or str(demo_target())
+    if args.target is None:
+        raise UsageError("--target is missing; it names the model that the drafter was trained for")
+    from dspark.export.locate import locate
+
+    return locate(args.ckpt, "--ckpt"), args.target
+
+
+def _import_build():
+    try:
+        import transformers
+
+        from dspark.export import build
+    except ModuleNotFoundError as error:
+        raise DSparkError(f"package {error.name!r} is not installed; run `pip install 'dspark[export,cpu]'`") from error
+    # The libraries' deprecations, optional parts and own bars are no concern of the user.
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return build
+
+
+if __name__ == "__main__":
+    sys.exit(main())

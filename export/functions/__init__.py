@@ -1,0 +1,6 @@
+"""ONNX function bodies: what the custom ops mean to a backend that has no kernel for them."""
+
+from .block_attention import block_attention_function
+from .markov_argmax import markov_argmax_function
+
+__all__ = ["block_attention_function", "markov_argmax_function"]

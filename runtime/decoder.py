@@ -1,0 +1,86 @@
+"""The front door: `load` a bundle, get a `Decoder`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dspark.errors import UsageError
+from dspark.manifest import Manifest
+from dspark.runtime.bundle import Bundle, open_bundle
+from dspark.runtime.engines.base import Engine
+from dspark.runtime.engines.onnxruntime import FORM, OnnxRuntimeEngine
+from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
+from dspark.runtime.tokens import Tokenizer, load_tokenizer
+
+
+def load(folder: str | Path, *, threads: int | None = None, max_context_len: int | None = None) -> "Decoder":
+    """Open a bundle and load its engines.
+
+    threads: per engine run; None: one per core. max_context_len: a smaller context limit than the bundle's, in tokens.
+    UsageError when the bundle is damaged or an option is out of range; DSparkError when the backend is missing.
+    """
+    bundle = open_bundle(folder)
+    most = bundle.manifest.profiles.max_context_len
+    limit = most if max_context_len is None else max_context_len
+    if not 1 <= limit <= most:
+        raise UsageError(f"context limit {limit}: this bundle takes 1 to {most}")
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads {threads}: must be at least 1")
+    target, drafter = (_engine(bundle, role, limit, threads) for role in ("target", "drafter"))
+    return Decoder(bundle.manifest, target, drafter, load_tokenizer(bundle), limit)
+
+
+def _engine(bundle: Bundle, role: str, limit: int, threads: int | None) -> Engine:
+    # A step may write rows beyond those that are committed after it; they need room too.
+    slack = bundle.manifest.graph(role, FORM).cache_slack * bundle.manifest.drafter.block_size
+    return OnnxRuntimeEngine(bundle, role, limit + slack, threads)
+
+
+class Decoder:
+    """A target and a drafter engine with what a request needs to know about them. Not for two threads at once."""
+
+    def __init__(
+        self, manifest: Manifest, target: Engine, drafter: Engine, tokenizer: Tokenizer | None, context_limit: int
+    ):
+        self.manifest = manifest
+        self.target_engine = target
+        self.drafter_engine = drafter
+        self.tokenizer = tokenizer
+        self.context_limit = context_limit
+        self.stops = frozenset(manifest.target.stop_token_ids)
+        self.owner: Session | None = None  # whose state the engines' caches hold
+
+    def session(self) -> Session:
+        """A new conversation."""
+        return Session(self)
+
+    def generate(self, prompt: Prompt, *, on_round: OnRound | None = None, **options) -> Generation:
+        """Answer one prompt; see `Session.generate` and `Session.stream` for the arguments."""
+        return self.session().generate(prompt, on_round=on_round, **options)
+
+    def stream(self, prompt: Prompt, **options) -> Iterator[Chunk]:
+        """Answer one prompt in pieces; see `Session.stream`."""
+        return self.session().stream(prompt, **options)
+
+    def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        prompt: text (with the tokenizer's own special tokens where it is the `first` of a conversation), chat messages
+        [{"role", "content"}] through the model's template, or token ids. UsageError for ids out of range, and for text
+        where the bundle has no tokenizer.
+        """
+        if isinstance(prompt, str):
+            # An empty text stays empty, even where the tokenizer would put a begin-of-text token in front.
+            return self._tokenizer().encode(prompt, add_special_tokens=first) if prompt else []
+        messages = [item for item in prompt if isinstance(item, dict)]
+        if messages:
+            return self._tokenizer().encode_chat(messages)
+        ids, size = [int(token) for token in prompt], self.manifest.target.vocab_size  # type: ignore[arg-type]
+        for token in ids:
+            if not 0 <= token < size:
+                raise UsageError(f"prompt token {token}: the vocabulary has ids 0 to {size - 1}")
+        return ids
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError("this bundle has no tokenizer: give token ids instead of text")
+        return self.tokenizer

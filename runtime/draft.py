@@ -1,0 +1,114 @@
+"""Stage 1, draft: the target's hidden states of the committed tokens in, gamma draft tokens and confidences out.
+
+`Drafter` needs no other part of the runtime: a service that runs its target elsewhere keeps one per request, hands it
+the taps of the tokens it committed, and asks for drafts after the last of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark.errors import UsageError
+from dspark.manifest import Drafter as Spec
+from dspark.runtime.engines.base import Engine
+from dspark.runtime.target import PAGES
+
+
+@dataclass(frozen=True)
+class Draft:
+    """G draft tokens for the positions after the anchor."""
+
+    tokens: list[int]
+    confidence: np.ndarray | None  # fp32 [G]: the chance that token k is accepted if all before it are; None: not read
+
+
+class Drafter:
+    """The drafter for one request.
+
+    Its context is one row per committed token, at that token's position. `length` rows are in the engine's cache;
+    `observe` queues further ones, which enter the cache with the next proposal. The block's own rows never stay.
+    """
+
+    def __init__(self, engine: Engine, spec: Spec, limit: int, chunk: int = 512):
+        """limit: the largest context in rows. chunk: how many queued rows make a run of their own (bounds memory)."""
+        self.engine = engine
+        self.spec = spec
+        self.limit = limit
+        self.chunk = chunk
+        self.length = 0
+        self._waiting: list[np.ndarray] = []
+
+    @property
+    def observed(self) -> int:
+        """Committed tokens whose taps were handed over; the next anchor has this position."""
+        return self.length + sum(map(len, self._waiting))
+
+    def reset(self) -> None:
+        """Forget the whole context."""
+        self.length = 0
+        self._waiting = []
+
+    def observe(self, taps: np.ndarray) -> None:
+        """Take the taps fp32 [n, m*H] of the n tokens committed since the last call, in order. They are copied."""
+        if self.observed + len(taps) > self.limit:
+            raise UsageError(f"drafter: the context is full ({self.limit} tokens); start a new request")
+        if self._waiting and sum(map(len, self._waiting)) + len(taps) > self.chunk:
+            self._extend(self._take())
+        self._waiting.append(np.array(taps))
+
+    def propose(
+        self, anchor: int, taps: np.ndarray | None = None, draft_len: int | None = None, *, read_confidence: bool = True
+    ) -> Draft:
+        """Draft the `draft_len` (1..block_size, default block_size) tokens that follow `anchor`.
+
+        anchor: the last committed token, whose hidden state nobody has computed yet. taps: as for `observe`, if any are
+        still to be handed over; at least one token must have been since the last proposal.
+        read_confidence=False leaves the confidences in the engine. UsageError for a wrong draft_len.
+        """
+        size = self.spec.block_size if draft_len is None else draft_len
+        if not 1 <= size <= self.spec.block_size:
+            raise UsageError(f"draft length {size}: this drafter takes 1 to {self.spec.block_size}")
+        if taps is not None:
+            self.observe(taps)
+        context = self._take()
+        if not len(context):
+            raise UsageError("drafter: no new committed tokens; a proposal needs the taps of at least one")
+        # More rows than a chunk can only come from one large hand-over.
+        while len(context) > self.chunk:
+            self._extend(context[: self.chunk])
+            context = context[self.chunk :]
+        with_confidence = read_confidence and self.spec.confidence.enabled
+        fetch = ("draft_tokens", "confidence") if with_confidence else ("draft_tokens",)
+        outputs = self._run([anchor] + [self.spec.mask_token_id] * (size - 1), context, fetch)
+        confidence = outputs["confidence"][0].copy() if with_confidence else None
+        return Draft(outputs["draft_tokens"][0].tolist(), confidence)
+
+    def _take(self) -> np.ndarray:
+        waiting, self._waiting = self._waiting, []
+        if len(waiting) == 1:
+            return waiting[0]
+        return np.concatenate(waiting) if waiting else np.empty((0, 0), np.float32)
+
+    def _extend(self, context: np.ndarray) -> None:
+        """Add context rows without wanting drafts: the graph needs a block, so it gets the smallest."""
+        for at in range(0, len(context), self.chunk):
+            self._run([self.spec.mask_token_id], context[at : at + self.chunk], ())
+
+    def _run(self, block: list[int], context: np.ndarray, fetch: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """One engine run: context rows take the positions after the cached ones, block rows those after them."""
+        size, rows, anchor_position = len(block), len(context), self.length + len(context)
+        outputs = self.engine.run(
+            {
+                "tokens": np.array([block], np.int64),
+                "positions": np.arange(anchor_position, anchor_position + size)[None],
+                "taps": context,
+                "context_positions": np.arange(self.length, anchor_position),
+                "row_start": np.array([0, size], np.int32),
+                "context_start": np.array([0, rows], np.int32),
+                "length": np.array([self.length], np.int32),
+                "pages": PAGES,
+            },
+            fetch,
+        )
+        self.length = anchor_position
+        return outputs

@@ -1,0 +1,1 @@
+"""Backends: each module holds one implementation of the Engine of base.py and alone imports its package."""

@@ -1,0 +1,101 @@
+"""One round: draft, schedule, verify, commit (DSpark, figure 2). Plain decoding is the round that drafts nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from dspark.runtime.commit import Kind, commit
+from dspark.runtime.draft import Draft, Drafter
+from dspark.runtime.schedule import Scheduler
+from dspark.runtime.target import Target
+from dspark.runtime.verify import verify
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for every round of a generation."""
+
+    draft_len: int
+    scheduler: Scheduler
+    stops: frozenset[int]  # empty where stop tokens are ignored
+    read_confidence: bool  # the scheduler wants the confidences, or a trace does
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did. Lengths are committed cache rows (before, after); times are milliseconds."""
+
+    anchor: int
+    position: int  # of the anchor; drafts follow it
+    drafts: list[int]  # everything the drafter proposed; empty: nothing was drafted
+    confidences: list[float] | None  # of the drafts, where they were read
+    verified: int  # l: how many drafts the target was shown
+    accepted: int  # n: how many of those were kept
+    emitted: list[int]  # the accepted drafts, then the extra token unless a stop token was accepted
+    commit: Kind
+    target_length: tuple[int, int]
+    drafter_length: tuple[int, int]
+    draft_ms: float
+    verify_ms: float
+    total_ms: float
+    engine_ms: float  # inside engine runs: the rest of total_ms is the host's own work
+
+
+def decode_round(target: Target, drafter: Drafter | None, anchor: int, budget: int, rules: Rules) -> Round:
+    """Emit at least one token after `anchor`, whose K/V is not in the target's cache yet.
+
+    budget: the most drafts that may be verified, so that no limit is overrun; with 0 nothing is drafted. drafter None:
+    plain decoding. The round's state changes are complete when it returns: lengths, and taps handed to the drafter.
+    """
+    started, before = perf_counter(), _state(target, drafter)
+
+    proposal = Draft([], None)  # 1. draft
+    if drafter is not None and budget > 0:
+        proposal = drafter.propose(anchor, draft_len=rules.draft_len, read_confidence=rules.read_confidence)
+    drafted = perf_counter()
+
+    length = 0  # 2. schedule
+    if proposal.tokens:
+        length = rules.scheduler.length(len(proposal.tokens), proposal.confidence)
+        length = min(length, budget, _first_stop(proposal.tokens, rules.stops))
+
+    verify_started = perf_counter()  # 3. verify
+    verdict = verify(target, anchor, proposal.tokens[:length], rules.stops, taps=drafter is not None)
+    verified = perf_counter()
+
+    kept = commit(target, verdict)  # 4. commit
+    if drafter is not None and kept.taps is not None:
+        drafter.observe(kept.taps)
+
+    after = _state(target, drafter)
+    return Round(
+        anchor=anchor,
+        position=before[0],
+        drafts=proposal.tokens,
+        confidences=None if proposal.confidence is None else proposal.confidence.tolist(),
+        verified=verdict.verified,
+        accepted=verdict.accepted,
+        emitted=proposal.tokens[: verdict.accepted] + ([] if verdict.extra is None else [verdict.extra]),
+        commit=kept.kind,
+        target_length=(before[0], after[0]),
+        drafter_length=(before[1], after[1]),
+        draft_ms=(drafted - started) * 1e3,
+        verify_ms=(verified - verify_started) * 1e3,
+        total_ms=(perf_counter() - started) * 1e3,
+        engine_ms=(after[2] - before[2]) * 1e3,
+    )
+
+
+def _first_stop(drafts: Sequence[int], stops: frozenset[int]) -> int:
+    """How many drafts are left when the draft is cut after its first stop token."""
+    for index, token in enumerate(drafts):
+        if token in stops:
+            return index + 1
+    return len(drafts)
+
+
+def _state(target: Target, drafter: Drafter | None) -> tuple[int, int, float]:
+    """(target length, drafter length, seconds inside engines so far)"""
+    if drafter is None:
+        return target.length, 0, target.engine.seconds
+    return target.length, drafter.length, target.engine.seconds + drafter.engine.seconds

@@ -1,0 +1,146 @@
+"""Text in and out: the bundle's tokenizer, its chat template in a sandbox, and text that grows token by token."""
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark.errors import UsageError
+from dspark.runtime.bundle import Bundle
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+class Tokenizer:
+    """tokenizer.json through the `tokenizers` library, with the special tokens and template that lie beside it."""
+
+    def __init__(self, folder: Path):
+        """UsageError when a file cannot be read."""
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+        except Exception as error:  # the library raises plain Exception
+            raise UsageError(f"{folder / TOKENIZER}: not a tokenizer ({error}); export the bundle again") from error
+        # A file saved after training may still cut or pad to its training length.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = _read_config(folder / CONFIG)
+        self._template = _read_template(folder / TEMPLATE, self._config)
+        self.where = str(folder)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the tokens, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[dict], *, add_generation_prompt: bool = True) -> str:
+        """Messages [{"role", "content"}] through the model's chat template; UsageError if it has none or refuses."""
+        if self._template is None:
+            raise UsageError(f"{self.where}: the model has no chat template; leave the chat option out")
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        special = {name: token for name in names if (token := _special(self._config.get(name))) is not None}
+        try:
+            template = _environment().from_string(self._template)
+            asked = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+            return template.render(**asked, tools=None, documents=None, **special)
+        except Exception as error:  # a template is a program: besides Jinja's errors it can raise anything
+            raise UsageError(f"{self.where}: the chat template refuses these messages: {error}") from error
+
+    def encode_chat(self, messages: Sequence[dict]) -> list[int]:
+        """Tokens of the rendered messages, ready for the assistant's answer. The template writes the special tokens."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+class Detokenizer:
+    """Text of a growing token list, in pieces that never end inside a character.
+
+    A token can hold part of a character, and a tokenizer may spell a token differently at the beginning of a text. So
+    each piece is the difference of two decodings that start at the same earlier token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # where both decodings begin
+        self._shown = 0  # tokens whose text is out
+
+    def push(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """Add tokens; return the text that became certain. last=True gives out what was held back."""
+        self._ids += ids
+        before = self._tokenizer.decode(self._ids[self._start : self._shown])
+        after = self._tokenizer.decode(self._ids[self._start :])
+        if after.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The bundle's tokenizer, or None for a bundle without one: it then works on token ids only."""
+    return Tokenizer(bundle.folder) if bundle.has(TOKENIZER) else None
+
+
+def _read_config(file: Path) -> dict:
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read as JSON ({error}); export the bundle again") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{file}: expected an object; export the bundle again")
+    return config
+
+
+def _read_template(file: Path, config: dict) -> str | None:
+    """The template of its own file, else of the config: a string, or named ones of which `default` counts."""
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special(token: object) -> str | None:
+    """A special token is spelled as a string or as an object with its `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _environment():
+    """Jinja as Hugging Face sets it up for chat templates: sandboxed, immutable, with their usual helpers."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str):
+        raise TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    class Generation(Extension):
+        """{% generation %} marks the assistant's part for trainers; here it is only its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    extensions = ["jinja2.ext.loopcontrols", Generation]
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return env

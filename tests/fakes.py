@@ -1,0 +1,176 @@
+"""A target and a drafter in plain Python that check every call they get.
+
+The fake target's next token is a hash of the WHOLE prefix that its cache holds, so one wrong row, position or length
+changes all text after it. Its taps spell out token, position and prefix hash; the fake drafter checks them, and knows
+from them what the target will say.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dspark import manifest as m
+from dspark.runtime import Decoder
+
+VOCAB = 40
+STOPS = (38, 39)  # never said by hash, only where planted
+MASK = 37
+TAP_WIDTH = 3
+
+
+class Language:
+    """What the target says: a hash of the prefix, except at planted positions {index in the sequence: token}."""
+
+    def __init__(self, seed: int = 0, planted: dict[int, int] | None = None):
+        self.seed = seed
+        self.planted = planted or {}
+
+    def hash(self, prefix: Sequence[int]) -> int:
+        return zlib.crc32(np.array([self.seed, *prefix], np.int64).tobytes()) % 2**20
+
+    def next(self, prefix: Sequence[int]) -> int:
+        return self.planted.get(len(prefix), self.hash(prefix) % MASK)
+
+    def continuation(self, prefix: Sequence[int], count: int) -> list[int]:
+        prefix = list(prefix)
+        for _ in range(count):
+            prefix.append(self.next(prefix))
+        return prefix[len(prefix) - count :]
+
+
+class FakeTarget:
+    """An Engine. Rows of the cache hold tokens; None is a row that nobody wrote."""
+
+    def __init__(self, language: Language, capacity: int):
+        self.language = language
+        self.capacity = capacity
+        self.seconds = 0.0
+        self.cache: list[int | None] = [None] * capacity
+        self.runs: list[int] = []  # rows of every run
+        self._results: list[np.ndarray] = []
+
+    def run(self, inputs, fetch):
+        tokens, (length,) = inputs["tokens"], inputs["length"]
+        rows = len(tokens)
+        check(inputs["tokens"], np.int64, (rows,))
+        check(inputs["positions"], np.int64, (rows,))
+        check(inputs["length"], np.int32, (1,))
+        check(inputs["logit_rows"], np.int64, (len(inputs["logit_rows"]),))
+        assert inputs["row_start"].tolist() == [0, rows] and inputs["pages"].tolist() == [[0]]
+        assert rows >= 1 and length + rows <= self.capacity, "rows beyond the cache"
+        assert inputs["positions"].tolist() == list(range(length, length + rows)), "positions do not follow the cache"
+        assert None not in self.cache[:length], "a committed row was never written"
+        self.cache[length : length + rows] = tokens.tolist()
+        prefix = self.cache[: length + rows]
+        logits = np.zeros((len(inputs["logit_rows"]), VOCAB), np.float32)
+        for i, row in enumerate(inputs["logit_rows"]):
+            logits[i, self.language.next(prefix[: length + row + 1])] = 1
+        taps = [(prefix[p], p, self.language.hash(prefix[: p + 1])) for p in range(length, length + rows)]
+        self.runs.append(rows)
+        # Results of earlier runs are void: poison them, so that whoever kept one without copying is found out.
+        for old in self._results:
+            old.fill(np.nan)
+        results = {"logits": logits, "taps": np.array(taps, np.float32)}
+        self._results = list(results.values())
+        return {name: results[name] for name in fetch}
+
+
+Policy = Callable[[Sequence[int], int], list[int]]  # (prefix with the anchor, count) -> drafts
+
+
+class FakeDrafter:
+    """An Engine that proposes by a policy. Its block rows poison the cache rows after the context, as real ones may."""
+
+    def __init__(self, language: Language, capacity: int, policy: Policy, confidence: Callable | None = None):
+        self.language = language
+        self.capacity = capacity
+        self.policy = policy
+        self.confidence = confidence  # (drafts) -> values
+        self.seconds = 0.0
+        self.cache: list[tuple | None] = [None] * capacity
+        self.context_runs: list[int] = []  # context rows of every run
+        self.fetched: list[tuple] = []
+
+    def run(self, inputs, fetch):
+        (block,), (length,) = inputs["tokens"].tolist(), inputs["length"]
+        size, rows = len(block), len(inputs["taps"])
+        check(inputs["tokens"], np.int64, (1, size))
+        check(inputs["positions"], np.int64, (1, size))
+        check(inputs["taps"], np.float32, (rows, TAP_WIDTH))
+        check(inputs["context_positions"], np.int64, (rows,))
+        check(inputs["length"], np.int32, (1,))
+        end = length + rows
+        assert inputs["row_start"].tolist() == [0, size] and inputs["context_start"].tolist() == [0, rows]
+        assert rows >= 1 and end + 2 * size <= self.capacity, "rows beyond the cache"
+        assert inputs["context_positions"].tolist() == list(range(length, end)), "context positions"
+        assert inputs["positions"][0].tolist() == list(range(end, end + size)), "block positions"
+        self.cache[length:end] = [tuple(row) for row in inputs["taps"].tolist()]
+        self.cache[end : end + 2 * size] = [None] * (2 * size)
+        assert None not in self.cache[:end], "a context row was never written"
+        tokens = [int(row[0]) for row in self.cache[:end]]
+        for position, row in enumerate(self.cache[:end]):
+            expected = (tokens[position], position, self.language.hash(tokens[: position + 1]))
+            assert row == expected, f"context row {position} holds the taps of another token"
+        self.context_runs.append(rows)
+        self.fetched.append(tuple(fetch))
+        if "draft_tokens" not in fetch:
+            return {}
+        assert block[1:] == [MASK] * (size - 1), "the block is the anchor, then masks"
+        drafts = self.policy([*tokens, block[0]], size)
+        confidence = [1.0] * size if self.confidence is None else self.confidence(drafts)
+        results = {"draft_tokens": np.array([drafts]), "confidence": np.array([confidence], np.float32)}
+        return {name: results[name] for name in fetch}
+
+
+def check(value: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
+    assert value.dtype == dtype and value.shape == shape, f"{value.dtype} {value.shape}, expected {dtype} {shape}"
+
+
+def oracle(language: Language) -> Policy:
+    """Always right."""
+    return language.continuation
+
+
+def right_for(language: Language, count: Callable[[int], int]) -> Policy:
+    """Right for count(position of the anchor) tokens, then wrong."""
+
+    def policy(prefix: Sequence[int], size: int) -> list[int]:
+        drafts = language.continuation(prefix, size)
+        good = count(len(prefix) - 1)
+        return drafts[:good] + [(token + 1) % MASK for token in drafts[good:]]
+
+    return policy
+
+
+def fake_manifest(block_size: int, *, draft_len: int | None = None, confidence: bool = True, limit: int = 200):
+    return m.Manifest(
+        schema_version=m.SCHEMA_VERSION,
+        tool={"name": "dspark"},
+        source={},
+        drafter=m.Drafter(
+            block_size, "anchor-first", (0,), MASK, m.Markov("none", 0), m.Confidence(confidence, False), VOCAB, ()
+        ),
+        target=m.Target("fake", 1, VOCAB, 1, limit, STOPS, None),
+        dtype="fp32",
+        onnx=m.Onnx(23, 10),
+        io=(),
+        profiles=m.Profiles(1, limit, draft_len or block_size),
+        files={},
+    )
+
+
+def fake_decoder(
+    language: Language,
+    policy: Policy | None = None,
+    *,
+    block_size: int = 5,
+    limit: int = 200,
+    confidence: Callable | None = None,
+    has_confidence: bool = True,
+) -> Decoder:
+    """A decoder over a fake pair; policy None: the oracle."""
+    target = FakeTarget(language, limit)
+    drafter = FakeDrafter(language, limit + 2 * block_size, policy or oracle(language), confidence)
+    manifest = fake_manifest(block_size, confidence=has_confidence, limit=limit)
+    return Decoder(manifest, target, drafter, None, limit)

@@ -1,0 +1,122 @@
+"""A damaged or hostile bundle is refused with one line that names the file."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+from fakes import fake_manifest
+
+from dspark.errors import UsageError
+from dspark.manifest import FileEntry
+from dspark.runtime.bundle import open_bundle
+
+
+@pytest.fixture(params=["bundle", "größe mit leer"])
+def folder(tmp_path, request):
+    """A bundle of two files, no graphs; also under a name with blanks and other letters."""
+    folder = tmp_path / request.param
+    files = {"onnx/weights.data": b"weights", "tokenizer.json": b"{}"}
+    entries = {}
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        entries[name] = FileEntry(hashlib.sha256(content).hexdigest(), len(content))
+    write(folder, dataclasses.replace(fake_manifest(5), files=entries))
+    return folder
+
+
+def write(folder, manifest):
+    (folder / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+
+
+def change(folder, **changes):
+    """Overwrite manifest entries given as path__to__key=value."""
+    raw = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        at = raw
+        for key in parents:
+            at = at[key]
+        at[last] = value
+    (folder / "manifest.json").write_text(json.dumps(raw), encoding="utf-8")
+
+
+def refused(folder, *words):
+    with pytest.raises(UsageError) as caught:
+        open_bundle(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_good_bundle(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    bundle = open_bundle(folder.name)
+    assert bundle.folder.is_absolute() and bundle.has("tokenizer.json")
+    assert bundle.path("onnx/weights.data").read_bytes() == b"weights"
+    with pytest.raises(KeyError):
+        bundle.path("manifest.json")
+
+
+def test_tampered_file(folder):
+    (folder / "onnx/weights.data").write_bytes(b"wEights")
+    refused(folder, "weights.data", "SHA-256")
+
+
+def test_longer_file(folder):
+    (folder / "onnx/weights.data").write_bytes(b"weights, more")
+    refused(folder, "weights.data", "13 bytes", "7")
+
+
+def test_missing_file(folder):
+    (folder / "tokenizer.json").unlink()
+    refused(folder, "tokenizer.json", "missing")
+
+
+def test_folder_in_a_files_place(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+    refused(folder, "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "manifest.json", "onnx"])
+def test_links(folder, tmp_path, name):
+    real = tmp_path / "elsewhere"
+    (folder / name).rename(real)
+    (folder / name).symlink_to(real)
+    refused(folder, name, "link")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "onnx/../../x", "a\\b", "./x", ""])
+def test_paths_that_leave_the_bundle(folder, name):
+    change(folder, files={name: {"sha256": "0", "size": 0}})
+    refused(folder, "not a plain relative path")
+
+
+def test_no_bundle(tmp_path):
+    refused(tmp_path / "nothing", "nothing", "dspark-export")
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", "file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"schema_version": "2.0"}, "schema_version"),
+        ({"drafter__layout": "1+N"}, "layout"),
+        ({"drafter__block_size": 0}, "block_size"),
+        ({"profiles__draft_len": 6}, "draft_len"),
+        ({"profiles__draft_len": 0}, "draft_len"),
+        ({"drafter__mask_token_id": 40}, "mask_token_id"),
+        ({"drafter__draft_vocab_size": 41}, "draft_vocab_size"),
+        ({"profiles__max_context_len": 0}, "max_context_len"),
+        ({"target__stop_token_ids": [40]}, "stop_token_ids"),
+        ({"drafter__block_size": "5"}, "drafter.block_size"),
+    ],
+)
+def test_values_that_contradict_each_other(folder, changes, word):
+    change(folder, **changes)
+    refused(folder, "manifest.json", word)

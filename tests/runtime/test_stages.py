@@ -1,0 +1,111 @@
+"""Each stage alone."""
+
+import numpy as np
+import pytest
+from fakes import MASK, FakeDrafter, FakeTarget, Language, fake_manifest
+
+from dspark.errors import UsageError
+from dspark.runtime.commit import commit
+from dspark.runtime.draft import Drafter
+from dspark.runtime.target import Target
+from dspark.runtime.verify import Verdict, accept_greedy, verify
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "extra"),
+    [([], 0, 5), ([5], 1, 6), ([5, 6, 7], 3, 8), ([5, 6, 0], 2, 7), ([0, 6, 7], 0, 5), ([5, 0, 7], 1, 6)],
+)
+def test_accept_greedy(drafts, accepted, extra):
+    logits = np.eye(10, dtype=np.float32)[[5, 6, 7, 8]][: len(drafts) + 1]
+    assert accept_greedy(drafts, logits) == (accepted, extra)
+
+
+def test_ties_go_to_the_lowest_token():
+    assert accept_greedy([], np.array([[0, 2, 2, 1]], np.float32)) == (0, 1)
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_commit_keeps_a_prefix(accepted):
+    target = Target(FakeTarget(Language(), 20), 20)
+    target.length = 4
+    taps = np.arange(12, dtype=np.float32).reshape(4, 3)
+    kept = commit(target, Verdict(3, accepted, 1, taps))
+    assert target.length == 4 + accepted + 1
+    assert kept.kind == ("full" if accepted == 3 else "partial")
+    assert np.array_equal(kept.taps, taps[: accepted + 1])
+
+
+def test_verify_does_not_commit():
+    language = Language()
+    target = Target(FakeTarget(language, 20), 20)
+    target.forward([1, 2, 3], np.array([2]))
+    target.length = 3
+    right = language.continuation([1, 2, 3, 4], 2)
+    assert verify(target, 4, right, ()).accepted == 2
+    assert verify(target, 4, [MASK, right[1]], ()).accepted == 0
+    assert target.length == 3
+
+
+class ElsewhereTarget:
+    """A service's own target: whatever it is, it hands over taps of the tokens that it committed."""
+
+    def __init__(self, language):
+        self.language = language
+        self.tokens = []
+
+    def commit(self, tokens):
+        at = len(self.tokens)
+        self.tokens += tokens
+        rows = [(self.tokens[p], p, self.language.hash(self.tokens[: p + 1])) for p in range(at, len(self.tokens))]
+        return np.array(rows, np.float32)
+
+
+def make_drafter(language, limit=100, block=4, chunk=512):
+    engine = FakeDrafter(language, limit + 2 * block, language.continuation, lambda drafts: [0.5] * len(drafts))
+    return Drafter(engine, fake_manifest(block).drafter, limit, chunk)
+
+
+def test_drafter_alone():
+    """A service commits tokens in steps of its own and asks for drafts; no target of this runtime is involved."""
+    language = Language(3)
+    drafter, target = make_drafter(language), ElsewhereTarget(language)
+    tokens = [1, *language.continuation([1], 30)]
+    taps = target.commit(tokens[:6])
+    for step in (1, 3, 5, 2):
+        at = len(target.tokens)
+        draft = drafter.propose(tokens[at], taps, draft_len=3)
+        assert draft.tokens == tokens[at + 1 : at + 4]
+        assert draft.confidence.dtype == np.float32 and draft.confidence.shape == (3,)
+        assert drafter.length == drafter.observed == at
+        taps = target.commit(tokens[at : at + step])
+    assert drafter.propose(tokens[len(target.tokens)], taps, read_confidence=False).confidence is None
+
+
+def test_drafter_takes_taps_in_any_pieces():
+    language = Language(4)
+    tokens = [1, *language.continuation([1], 40)]
+    for sizes, chunk in (([30], 7), ([30], 512), ([1] * 30, 7), ([10, 20], 7), ([29, 1], 16)):
+        drafter, target = make_drafter(language, chunk=chunk), ElsewhereTarget(language)
+        for size in sizes:
+            drafter.observe(target.commit(tokens[len(target.tokens) : len(target.tokens) + size]))
+        assert drafter.propose(tokens[30]).tokens == tokens[31:35]
+        assert max(drafter.engine.context_runs) <= chunk
+
+
+@pytest.mark.parametrize("size", [0, 5, -1])
+def test_drafter_refuses_a_wrong_length(size):
+    drafter = make_drafter(Language())
+    with pytest.raises(UsageError, match=f"draft length {size}"):
+        drafter.propose(1, np.zeros((1, 3), np.float32), draft_len=size)
+
+
+def test_drafter_refuses_what_it_cannot_hold_or_lacks():
+    language = Language()
+    drafter, target = make_drafter(language, limit=5), ElsewhereTarget(language)
+    with pytest.raises(UsageError, match="no new committed tokens"):
+        drafter.propose(1)
+    drafter.observe(target.commit([1, 2, 3]))
+    with pytest.raises(UsageError, match="full"):
+        drafter.observe(target.commit([1, 2, 3]))
+    drafter.reset()
+    assert drafter.observed == 0

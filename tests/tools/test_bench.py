@@ -1,0 +1,133 @@
+import json
+
+import numpy as np
+import pytest
+from command_line import failed
+from fakes import Language, fake_decoder, oracle, right_for
+
+from dspark.errors import DSparkError, UsageError
+from dspark.tools import measure as m
+from dspark.tools.cli import main
+
+SETTINGS = [
+    m.Setting(m.PLAIN, {"mode": "plain"}),
+    m.Setting("full block"),
+    m.Setting("threshold 0.5", {"confidence_threshold": 0.5}),
+]
+PROMPTS = [m.Prompt("a", "code", [1, 2, 3]), m.Prompt("b", "code", [4]), m.Prompt("c", "chat", [5, 6])]
+
+
+def measured(language, policy, count=13):
+    decoder = fake_decoder(language, policy, confidence=lambda drafts: [0.9, 0.9, 0.1, 0.9, 0.9])
+    return decoder, m.measure(decoder, PROMPTS, SETTINGS, count)
+
+
+def test_figures():
+    language = Language(1)
+    decoder, runs = measured(language, oracle(language))
+    assert [run.setting.name for run in runs[3:6]] == ["full block", "threshold 0.5", "plain"], "the order rotates"
+    report = m.report(decoder, runs)
+    assert report["differences"] == report["warnings"] == []
+    full, plain = report["settings"]["full block"], report["settings"]["plain"]
+    assert set(full) == {"all", "code", "chat"}
+    assert full["all"]["acceptance_length"] == 6 and plain["all"]["acceptance_length"] == 1
+    assert full["code"]["acceptance_per_position"] == [1] * 5 and plain["code"]["acceptance_per_position"] == []
+    assert report["settings"]["threshold 0.5"]["all"]["acceptance_length"] == 3
+    assert report["settings"]["threshold 0.5"]["all"]["verified_per_round"] == 2
+    assert (full["code"]["prompts"], full["code"]["tokens"], full["code"]["rounds"]) == (2, 26, 4)
+    assert plain["chat"]["ratio_to_plain"] == 1
+
+
+def test_acceptance_per_position():
+    language = Language(2)
+    decoder, runs = measured(language, right_for(language, lambda position: 1 + position % 2))
+    figures = m.report(decoder, runs)["settings"]["full block"]["all"]
+    assert figures["acceptance_per_position"][0] == 1
+    assert 0 < figures["acceptance_per_position"][1] < 1 and figures["acceptance_per_position"][2] == 0
+
+
+def test_a_useless_drafter_is_warned_about():
+    language = Language(3)
+    decoder, runs = measured(language, right_for(language, lambda position: 0))
+    assert "accepted no draft" in m.report(decoder, runs)["warnings"][0]
+
+
+def test_nothing_drafted_is_no_benchmark():
+    language = Language(4)
+    decoder, runs = measured(language, None, count=1)
+    with pytest.raises(DSparkError, match="nothing was drafted"):
+        m.report(decoder, runs)
+
+
+@pytest.mark.parametrize("gap", [1.0, 1e-5])
+def test_differences_are_found(gap):
+    """A second run that says another token at position 4 of one answer."""
+    language = Language(5)
+    decoder, runs = measured(language, oracle(language))
+    index = next(i for i, run in enumerate(runs) if run.setting.name == "full block" and run.prompt.id == "b")
+    tokens = runs[index].generation.token_ids
+    tokens[4] = (tokens[4] + 1) % 30
+
+    class Scaled:
+        """The target's logits, with another gap between the best two."""
+
+        def session(self):
+            return self
+
+        def next_logits(self, prompt):
+            assert len(prompt) == 1 + 4
+            return np.array([0, gap, 0], np.float32)
+
+    (difference,) = m.compare(Scaled(), runs)
+    assert (difference.prompt, difference.setting, difference.position) == ("b", "full block", 4)
+    assert difference.near_tie == (gap < m.NEAR_TIE) and difference.gap == pytest.approx(gap)
+
+
+def test_a_text_that_ends_early_differs_at_its_end():
+    language = Language(6)
+    decoder, runs = measured(language, oracle(language))
+    next(run for run in runs if run.setting.name == "full block").generation.token_ids.pop()
+    assert m.compare(decoder, runs)[0].position == 12
+
+
+def test_prompt_files(tmp_path):
+    decoder, file = fake_decoder(Language()), tmp_path / "prompts"
+    lines = [{"id": i, "kind": kind, "prompt": [1, i]} for i, kind in enumerate(("code", "code", "chat", "code"))]
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+    assert [p.id for p in m.read_prompts(file, decoder, None)] == ["0", "1", "2", "3"]
+    assert [p.id for p in m.read_prompts(file, decoder, 1)] == ["0", "2"]
+    for text, word in (("{}", "line 1"), ('{"id": 1', "line 1"), ("[1]", "line 1"), ("", "no prompts")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=word):
+            m.read_prompts(file, decoder, None)
+    with pytest.raises(UsageError, match="cannot read"):
+        m.read_prompts(tmp_path / "nothing", decoder, None)
+
+
+def test_command(pairs, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": "x", "kind": "code", "prompt": "def f"}, {"id": "y", "kind": "chat", "prompt": "Hi"}]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--prompts", str(file), "--threads", "1"]
+    thresholds = ["--confidence-threshold", "0.3", "--confidence-threshold", "0.6"]
+    assert main([*argv, "--max-new-tokens", "24", *thresholds, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["settings"]) == ["plain", "full block", "threshold 0.3", "threshold 0.6"]
+    assert report["differences"] == []
+    assert report["settings"]["full block"]["all"]["drafted"] > 0
+    assert main([*argv, "--max-new-tokens", "8", "--limit", "1"]) == 0
+    assert "every text equals the plain one" in capsys.readouterr().out
+
+
+def test_command_refuses_a_report_without_drafts(pairs, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"id": "x", "kind": "code", "prompt": "def f"}), encoding="utf-8")
+    argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--prompts", str(file), "--max-new-tokens", "1"]
+    assert main([*argv, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "nothing was drafted" in err
+
+
+def test_default_prompts_exist(pairs, capsys):
+    argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--limit", "1", "--max-new-tokens", "4", "--draft-len", "9"]
+    failed(capsys, argv, 2, "draft length 9")

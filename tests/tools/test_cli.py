@@ -1,0 +1,112 @@
+"""What holds for every command: help without heavy packages, one line for an error, one object for --json."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from command_line import failed
+
+from dspark.tools.cli import build_parser, main
+
+COMMANDS = ("bench", "doctor", "generate", "inspect", "train")
+
+
+def test_help_needs_nothing_but_python():
+    program = f"""
+import sys, contextlib, io
+for name in ("torch", "transformers", "onnx", "onnxruntime", "tensorrt", "tensorrt_rtx", "tokenizers", "numpy"):
+    sys.modules[name] = None
+from dspark.tools.cli import main
+for argv in [["--help"], ["--version"], *([name, "--help"] for name in {COMMANDS!r})]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main(argv)
+    except SystemExit as exit_:
+        assert exit_.code == 0 and out.getvalue(), argv
+    else:
+        raise AssertionError(argv)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_takes_json():
+    for name in COMMANDS:
+        bundle = [] if name in ("doctor", "train") else ["x"]
+        prompt = ["--prompt", "x"] if name == "generate" else []
+        if name != "train":
+            assert build_parser().parse_args([name, *bundle, *prompt, "--json"]).json
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["sing"], ["sing"]),
+        (["generate", "x"], ["--prompt"]),
+        (["generate", "x", "--prompt", "a", "--temperature", "1"], ["--temperature"]),
+        (["generate", "x", "--prompt", "a", "--mode", "strict"], ["strict"]),
+        (["bench", "x", "--limit", "none"], ["--limit"]),
+        (["bench", "x", "--limit", "0"], ["--limit 0"]),
+        (["generate", "no/such/bundle", "--prompt", "a"], ["no/such/bundle", "dspark-export"]),
+        (["inspect", "no/such/bundle"], ["no/such/bundle"]),
+        (["doctor", "no/such/bundle"], ["no/such/bundle"]),
+        (["generate", "x", "--prompt", ""], ["empty"]),
+        (["generate", "x", "--prompt-file", "no/such/file"], ["no/such/file"]),
+    ],
+)
+def test_wrong_use(capsys, argv, words):
+    failed(capsys, argv, 2, *words)
+
+
+def test_inspect(pairs, capsys):
+    bundle = pairs("qwen3-vanilla").bundle
+    assert main(["inspect", str(bundle)]) == 0
+    text = capsys.readouterr().out
+    for word in ("qwen3", "block 7", "vanilla", "onnx/target.cpu.onnx", "passed"):
+        assert word in text
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest.items() <= out.items()
+    assert out["total_bytes"] == sum(entry["size"] for entry in manifest["files"].values())
+    assert out["parity_report"]
+
+
+def test_doctor(pairs, capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["onnxruntime"] and "CPUExecutionProvider" in report["onnxruntime_providers"]
+    assert report["can"]["generate on the CPU"]["yes"]
+    assert set(report["tensorrt"]) == {"tensorrt", "tensorrt_rtx", "tensorrt_lean"}
+    assert report["cuda"]["gpus"] or report["cuda"]["error"]
+    assert main(["doctor", str(pairs("qwen3-vanilla").bundle)]) == 0
+    assert "runs here" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_missing(pairs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert main(["doctor", str(pairs("qwen3-vanilla").bundle), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["can"]["generate on the CPU"]["yes"]
+    assert not report["bundle"]["runs"] and "dspark[cpu]" in report["bundle"]["why"]
+
+
+def test_interrupted(capsys, monkeypatch):
+    from dspark.tools.commands import inspect
+
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect, "run", interrupt)
+    failed(capsys, ["inspect", "x"], 130, "interrupted")
+
+
+def test_a_reader_that_went_away(pairs):
+    program = "import sys; from dspark.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "inspect", str(pairs("qwen3-vanilla").bundle)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -1,0 +1,103 @@
+"""`dspark generate`: answer one prompt."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from dspark.errors import UsageError
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="answer a prompt",
+        description="Answer a prompt, speculatively or plainly; greedy decoding. Text goes to stdout as it is certain.",
+    )
+    parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - reads stdin")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default %(default)s")
+    parser.add_argument("--mode", choices=("speculative", "plain"), default="speculative", help="default %(default)s")
+    parser.add_argument(
+        "--scheduler", choices=("off", "threshold"), help="default: threshold if one is given, else off"
+    )
+    parser.add_argument(
+        "--confidence-threshold", type=float, metavar="θ", help="verify up to the first draft below it (0..1; 0: all)"
+    )
+    parser.add_argument("--draft-len", type=int, metavar="N", help="drafts per round; default: the bundle's")
+    parser.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens per target forward")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at stop tokens")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    parser.add_argument("--trace", metavar="FILE", help="write one JSON line per round")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dspark.runtime import load
+    from dspark.runtime.trace import tracer
+
+    text = _prompt(args)
+    decoder = load(args.bundle, threads=args.threads)
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "mode": args.mode,
+        "scheduler": args.scheduler,
+        "confidence_threshold": args.confidence_threshold,
+        "draft_len": args.draft_len,
+        "prefill_chunk": args.prefill_chunk,
+        "ignore_eos": args.ignore_eos,
+        # A trace is for looking at confidences, whether or not the scheduler does.
+        "read_confidence": args.trace is not None,
+    }
+    prompt = [{"role": "user", "content": text}] if args.chat else text
+    generation = None
+    with contextlib.ExitStack() as files:
+        # The stream is asked for first: a refused option must not leave an empty trace behind.
+        stream, trace = decoder.stream(prompt, **options), None
+        if args.trace is not None:
+            try:
+                trace = tracer(files.enter_context(open(args.trace, "w", encoding="utf-8")))
+            except OSError as error:
+                raise UsageError(f"{args.trace}: cannot write the trace ({error.strerror})") from error
+        for chunk in stream:
+            generation = chunk.generation
+            if trace is not None and chunk.round is not None:
+                trace(chunk.round)
+            if not args.json:
+                print(chunk.text, end="", flush=True)
+    assert generation is not None
+    if args.json:
+        print(json.dumps(generation.to_json(), ensure_ascii=False))
+    else:
+        print()
+        print(_summary(generation), file=sys.stderr)
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        text, where = args.prompt, "--prompt"
+    else:
+        where = args.prompt_file
+        try:
+            text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{where}: cannot read the prompt ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{where}: the prompt is not UTF-8 text (byte {error.start})") from error
+    if not text:
+        raise UsageError(f"{where}: the prompt is empty")
+    return text
+
+
+def _summary(generation) -> str:
+    stats = generation.stats
+    parts = [f"{stats.emitted} tokens ({generation.finish_reason})", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if stats.drafted:
+        parts.append(f"{stats.acceptance_length:.2f} tokens per round")
+        parts.append(f"{stats.accepted} of {stats.verified} verified drafts accepted")
+    return ", ".join(parts)

@@ -1,0 +1,81 @@
+"""`dspark inspect`: what is in a bundle."""
+
+import argparse
+import dataclasses
+import json
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "inspect", help="show what is in a bundle", description="Check a bundle's files and show what is in it."
+    )
+    parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
+    parser.add_argument("--json", action="store_true", help="print the manifest as one JSON object, sizes added")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dspark.runtime.bundle import open_bundle
+
+    bundle = open_bundle(args.bundle)
+    manifest = bundle.manifest
+    parity = json.loads(bundle.path(manifest.parity).read_text(encoding="utf-8")) if manifest.parity else None
+    total = sum(entry.size for entry in manifest.files.values())
+    if args.json:
+        described = dataclasses.asdict(manifest)
+        described |= {"folder": str(bundle.folder), "total_bytes": total, "parity_report": parity}
+        print(json.dumps(described, ensure_ascii=False))
+        return 0
+    for line in _lines(bundle, total, parity):
+        print(line)
+    return 0
+
+
+def _lines(bundle, total: int, parity):
+    m = bundle.manifest
+    target, drafter, profiles = m.target, m.drafter, m.profiles
+    yield f"bundle      {bundle.folder} (schema {m.schema_version}, {_size(total)}, every file checked)"
+    yield f"written by  {' '.join(f'{name} {version}' for name, version in _tool(m.tool))}"
+    yield (
+        f"target      {target.model_type}: {target.layers} layers, hidden {target.hidden_size}, "
+        f"vocabulary {target.vocab_size}, stop tokens {list(target.stop_token_ids)}"
+    )
+    vocabulary = "" if drafter.draft_vocab_size == target.vocab_size else f", vocabulary {drafter.draft_vocab_size}"
+    yield (
+        f"drafter     block {drafter.block_size} ({drafter.layout}), taps {list(drafter.target_layer_ids)}, "
+        f"mask token {drafter.mask_token_id}{vocabulary}"
+    )
+    head, confidence = drafter.markov, drafter.confidence
+    windows = sorted(set(drafter.windows) - {0})
+    yield (
+        f"heads       markov {head.head}{f' of rank {head.rank}' if head.rank else ''}, confidence "
+        f"{'none' if not confidence.enabled else 'with markov' if confidence.with_markov else 'without markov'}"
+        f"{f', windows {windows}' if windows else ''}"
+    )
+    yield (
+        f"limits      context {profiles.max_context_len} tokens, draft length {profiles.draft_len}, "
+        f"batch {profiles.max_batch_size}"
+    )
+    yield f"onnx        {m.dtype}, opset {m.onnx.opset}, IR {m.onnx.ir}"
+    for graph in m.io:
+        inputs, outputs = (", ".join(t.name for t in tensors) for tensors in (graph.inputs, graph.outputs))
+        yield f"graph       {graph.file}: {graph.role}, {graph.form}; {inputs} -> {outputs}; {len(graph.caches)} caches"
+    for engine in m.engines:
+        yield f"engine      {engine.get('backend')}: {engine.get('file')}"
+    if m.parity:
+        passed = parity.get("passed") if isinstance(parity, dict) else None
+        yield f"parity      {m.parity}{'' if passed is None else ': passed' if passed else ': FAILED'}"
+    for name, entry in sorted(m.files.items()):
+        yield f"file        {name}  {_size(entry.size)}  sha256 {entry.sha256[:12]}"
+
+
+def _tool(tool: dict[str, str]) -> list[tuple[str, str]]:
+    rest = {name: version for name, version in tool.items() if name not in ("name", "version")}
+    return [(tool.get("name", "unknown"), tool.get("version", "")), *sorted(rest.items())]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

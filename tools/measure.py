@@ -1,0 +1,186 @@
+"""What `dspark bench` measures: the same prompts under several settings, side by side, with the texts compared."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dspark.errors import DSparkError, UsageError
+from dspark.runtime import Decoder, Generation
+
+PLAIN = "plain"
+NEAR_TIE = 1e-4  # argmax gap below which batched and single-row forwards may round to different tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    kind: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to generate: a name and `Options` fields."""
+
+    name: str
+    options: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    prompt: Prompt
+    setting: Setting
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A text that is not the plain one. A near-tie is rounding; anything else is a fault."""
+
+    prompt: str
+    setting: str
+    position: int  # of the first token that differs, in the answer
+    gap: float  # between the two largest logits there
+    near_tie: bool
+
+
+def read_prompts(file: Path, decoder: Decoder, per_kind: int | None) -> list[Prompt]:
+    """JSON lines {"id", "kind", "prompt"}; the prompt is text, put through the chat template if there is one, or token
+    ids. per_kind: take only so many of each kind. UsageError names the line that is wrong."""
+    prompts: list[Prompt] = []
+    counts: dict[str, int] = {}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: cannot read the prompts ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            name, kind, prompt = str(row["id"]), str(row["kind"]), row["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f'{file}: line {number}: expected {{"id", "kind", "prompt"}} ({error})') from error
+        counts[kind] = counts.get(kind, 0) + 1
+        if per_kind is None or counts[kind] <= per_kind:
+            if isinstance(prompt, str) and decoder.tokenizer is not None and decoder.tokenizer.has_chat_template:
+                prompt = [{"role": "user", "content": prompt}]
+            prompts.append(Prompt(name, kind, decoder.encode(prompt)))
+    if not prompts:
+        raise UsageError(f"{file}: no prompts in it")
+    return prompts
+
+
+def measure(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    max_new_tokens: int,
+    progress: Callable[[Run], None] | None = None,
+) -> list[Run]:
+    """Run every prompt under every setting. Settings alternate prompt by prompt, and who goes first changes, so that a
+    slower or faster minute of the machine falls on all of them alike."""
+    for setting in settings:  # first runs allocate and touch memory
+        decoder.generate(prompts[0].tokens, max_new_tokens=min(8, max_new_tokens), **setting.options)
+    runs = []
+    for number, prompt in enumerate(prompts):
+        for index in range(len(settings)):
+            setting = settings[(number + index) % len(settings)]
+            generation = decoder.generate(prompt.tokens, max_new_tokens=max_new_tokens, **setting.options)
+            runs.append(Run(prompt, setting, generation))
+            if progress is not None:
+                progress(runs[-1])
+    return runs
+
+
+def compare(decoder: Decoder, runs: Sequence[Run]) -> list[Difference]:
+    """Every text against the plain one of the same prompt."""
+    plain = {run.prompt.id: run.generation.token_ids for run in runs if run.setting.name == PLAIN}
+    differences = []
+    for run in runs:
+        ours, reference = run.generation.token_ids, plain[run.prompt.id]
+        if ours == reference:
+            continue
+        shorter = min(len(ours), len(reference))
+        position = next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
+        logits = decoder.session().next_logits([*run.prompt.tokens, *reference[:position]])
+        second, first = np.partition(logits, -2)[-2:]
+        gap = float(first - second)
+        differences.append(Difference(run.prompt.id, run.setting.name, position, gap, gap < NEAR_TIE))
+    return differences
+
+
+def report(decoder: Decoder, runs: Sequence[Run]) -> dict:
+    """The measurement as JSON: {"settings": {name: {kind or "all": figures}}, "differences": [...], "warnings": [...]}.
+
+    DSparkError when nothing was drafted: such a run would compare plain decoding with itself.
+    """
+    drafting = [run.generation.stats for run in runs if run.setting.name != PLAIN]
+    if not sum(stats.drafted for stats in drafting):
+        raise DSparkError("bench: nothing was drafted, so there is nothing to compare; raise --max-new-tokens")
+    warnings = []
+    if not sum(stats.accepted for stats in drafting):
+        warnings.append("the target accepted no draft at all: the drafter does not fit the target, or is untrained")
+    differences = compare(decoder, runs)
+    for d in differences:
+        reason = "a near-tie" if d.near_tie else "NOT a near-tie: a fault"
+        warnings.append(f"{d.prompt}, {d.setting}: differs from plain at token {d.position}, gap {d.gap:.2g}, {reason}")
+    names = dict.fromkeys(run.setting.name for run in runs)
+    kinds = ["all", *dict.fromkeys(run.prompt.kind for run in runs)]
+    settings: dict[str, dict] = {}
+    for name in names:
+        settings[name] = {}
+        for kind in kinds:
+            chosen = [r for r in runs if r.setting.name == name and kind in ("all", r.prompt.kind)]
+            settings[name][kind] = _figures(chosen)
+    for name in names:
+        for kind, figures in settings[name].items():
+            plain = settings[PLAIN][kind]
+            figures["ratio_to_plain"] = figures["tokens_per_second"] / plain["tokens_per_second"]
+            decode, reference = figures["decode_tokens_per_second"], plain["decode_tokens_per_second"]
+            figures["decode_ratio_to_plain"] = decode / reference if decode and reference else None
+    return {
+        "settings": settings,
+        "differences": [dataclasses.asdict(d) for d in differences],
+        "warnings": warnings,
+    }
+
+
+def _figures(runs: Sequence[Run]) -> dict:
+    """Sums over prompts first, quotients after: a long answer weighs more than a short one."""
+    stats = [run.generation.stats for run in runs]
+
+    def total(name: str) -> float:
+        return sum(getattr(s, name) for s in stats)
+
+    def per_position(name: str) -> list[int]:
+        width = max(len(getattr(s, name)) for s in stats)
+        return [sum(getattr(s, name)[k] for s in stats if k < len(getattr(s, name))) for k in range(width)]
+
+    rounds, verified, emitted = total("rounds"), total("verified"), total("emitted")
+    accepted_at, verified_at = per_position("accepted_per_position"), per_position("verified_per_position")
+    decode_ms = sum(s.decode_ms for s in stats if s.rounds)
+    decoded = emitted - len(stats)  # the prefill gives each answer its first token
+    return {
+        "prompts": len(runs),
+        "tokens": emitted,
+        "rounds": rounds,
+        "drafted": total("drafted"),
+        "verified": verified,
+        "accepted": total("accepted"),
+        "acceptance_length": decoded / rounds if rounds else None,
+        "accept_rate": total("accepted") / verified if verified else None,
+        "verified_per_round": verified / rounds if rounds else None,
+        # Of the rounds in which draft k was verified, how many accepted it (and so all before it).
+        "acceptance_per_position": [a / v if v else None for a, v in zip(accepted_at, verified_at, strict=True)],
+        "tokens_per_second": emitted / total("total_ms") * 1e3,
+        "decode_tokens_per_second": decoded / decode_ms * 1e3 if decoded else None,
+        "prefill_ms": total("prefill_ms") / len(stats),
+        "draft_ms_per_round": total("draft_ms") / rounds if rounds else None,
+        "verify_ms_per_round": total("verify_ms") / rounds if rounds else None,
+        "outside_share": 1 - total("engine_ms") / decode_ms if decoded else None,
+    }
