@@ -31,6 +31,9 @@ from dspark.manifest import Tensor as TensorInfo
 
 OPSET = 23
 IR_VERSION = 11
+# Read by the custom op alone, whatever their sizes: traced with fixed ones, which spares torch much symbolic algebra.
+OPAQUE = ("row_start", "context_start", "length", "pages")
+CACHE = "_cache"  # in the names of caches, which are opaque too
 
 
 class DrafterModule(nn.Module):
@@ -164,14 +167,15 @@ def _trace(
     module: nn.Module, inputs: dict[str, Any], dims: dict[str, Any], outputs: list[str], layers: int
 ) -> ir.Model:
     """torch.export -> ONNX IR with the contract's names, cleaned so that equal inputs give equal bytes."""
-    dims = dims | {name: [{0: "P", 2: "C"}] * layers for name in ("key_caches", "value_caches")}
+    layer_caches = {name: [{}] * layers for name in ("key_caches", "value_caches")}
+    traced = {name: {} if name in OPAQUE else axes for name, axes in dims.items()} | layer_caches
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             module,
             kwargs=inputs,
             dynamo=True,
             opset_version=OPSET,
-            dynamic_shapes=dims,
+            dynamic_shapes=traced,
             custom_translation_table=translations(),
             verbose=False,
             optimize=False,
@@ -179,6 +183,7 @@ def _trace(
     assert program is not None
     model = program.model
     _name_interface(model.graph, [n for n in inputs if not n.endswith("_caches")], outputs, layers)
+    _name_dimensions(model.graph, dims)
     # As program.optimize() does, but every weight stays the tensor that the checkpoint has: transposes are not folded.
     onnxscript.optimizer.optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
     onnxscript.rewriter.onnx_fusions.fuse(model)
@@ -205,6 +210,15 @@ def _name_interface(graph: ir.Graph, inputs: list[str], outputs: list[str], laye
         values.extend(ordered)
 
 
+def _name_dimensions(graph: ir.Graph, dims: dict[str, dict[int, str]]) -> None:
+    """Give what was traced with fixed sizes, OPAQUE and caches, its dynamic dimensions."""
+    for value in (*graph.inputs, *graph.outputs):
+        name, shape = str(value.name), value.shape
+        assert shape is not None
+        axes = {0: "P", 2: "C"} if CACHE in name else dims[name] if name in OPAQUE else {}
+        value.shape = ir.Shape([axes.get(axis, size) for axis, size in enumerate(shape)])
+
+
 def _save(model: ir.Model, file: Path, stored: dict[int, ir.ExternalTensor]) -> dict[int, ir.ExternalTensor]:
     """Write the graph and its weights; tensors in `stored` (by storage address) are referred to, not written."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -223,13 +237,13 @@ def describe(model: ir.Model, role: str, form: str, file: str, cache_slack: int)
         return tuple(
             TensorInfo(str(v.name), v.dtype.numpy().name, tuple(d if isinstance(d, int) else str(d) for d in v.shape))
             for v in values
-            if "_cache." not in str(v.name) and "_cache_out." not in str(v.name)
+            if CACHE not in str(v.name)
         )
 
     pairs = []
     for value in model.graph.inputs:
         name = str(value.name)
-        if "_cache." in name:
+        if CACHE in name:
             _, heads, _, depth = value.shape
             pairs.append(
                 CachePair(name, name.replace("_cache.", "_cache_out."), value.dtype.numpy().name, heads, depth)

@@ -70,7 +70,7 @@ _current: ContextVar[Step | Probe] = ContextVar("step")
 
 def _window(module: nn.Module, sliding_window: int | None) -> int:
     """A layer's window in tokens, 0 for none: by the config's layer types, or by what the layer itself passes."""
-    config, layer = module.config, module.layer_idx  # type: ignore[attr-defined]
+    config, layer = module.config, module.layer_idx
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[layer] not in ("full_attention", "sliding_attention"):
         raise UsageError(
@@ -103,7 +103,8 @@ def _attention(
         "softcap": softcap or 0.0,
     }
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _current.get().attend(module.layer_idx, q, k, v, attributes)[None], None
+    layer: Any = module.layer_idx
+    return _current.get().attend(layer, q, k, v, attributes)[None], None
 
 
 class TargetModule(nn.Module):
@@ -196,7 +197,8 @@ class Target:
 
     @property
     def lm_head(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        head: Any = self.model.get_output_embeddings()
+        return head.weight
 
     def module(self, target_layer_ids: Sequence[int]) -> TargetModule:
         """The torch module whose forward is the exported graph, and parity's reference."""
@@ -211,8 +213,9 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
     folder, gguf = _resolve(source)
     transformers.AttentionInterface.register(ATTENTION, _attention)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained  # typed as giving a model alone
     try:
-        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loaded = from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=ATTENTION,

@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
 from builders import write_drafter
 
 from dspark.export import cli, demo
@@ -220,3 +222,34 @@ def test_the_command_on_odd_paths_gives_the_same_bytes(pair, finished, tmp_path)
     expected = {file.relative_to(finished): file.read_bytes() for file in finished.rglob("*.*")}
     assert written == expected
     assert sorted(os.listdir(odd)) == ["Bündel 1", "drafter", "target"]
+
+
+class TestBadTarget:
+    """The target's own files; loading it is transformers' work, the one line is ours."""
+
+    def change(self, pair, tmp_path, **tensors):
+        from safetensors.torch import load_file, save_file
+
+        folder = shutil.copytree(pair.target, tmp_path / "target")
+        changed = load_file(folder / "model.safetensors") | tensors
+        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        return ["--ckpt", pair.drafter, "--target", folder, "--out", tmp_path / "e"]
+
+    def test_missing_tensor(self, capsys, pair, tmp_path):
+        arguments = self.change(pair, tmp_path, **{"model.norm.weight": None})
+        refuse(capsys, tmp_path, *arguments, parts=[tmp_path / "target", "'model.norm.weight'", "missing"])
+
+    def test_misshapen_tensor(self, capsys, pair, tmp_path):
+        arguments = self.change(pair, tmp_path, **{"model.norm.weight": torch.ones(7)})
+        refuse(capsys, tmp_path, *arguments, parts=["'model.norm.weight'", [7], [48]])
+
+    def test_truncated(self, capsys, pair, tmp_path):
+        arguments = self.change(pair, tmp_path)
+        os.truncate(tmp_path / "target" / "model.safetensors", 5000)
+        refuse(capsys, tmp_path, *arguments, parts=[tmp_path / "target"])
+
+    def test_no_model(self, capsys, pair, tmp_path):
+        (tmp_path / "target").mkdir()
+        arguments = ["--ckpt", pair.drafter, "--target", tmp_path / "target", "--out", tmp_path / "e"]
+        refuse(capsys, tmp_path, *arguments, parts=[tmp_path / "target"])

@@ -256,21 +256,21 @@ def test_windows_reach_the_nodes(qwen3):
     assert windows("drafter") == [0, 6]
 
 
-def external_files(path: Path) -> dict[str, set[str]]:
-    """Initializer names by the file they lie in."""
+def external_places(path: Path) -> dict[str, set[str]]:
+    """Where the initializers lie: offsets by file."""
     found: dict[str, set[str]] = {}
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
-        if tensor.external_data:
-            location = next(e.value for e in tensor.external_data if e.key == "location")
-            found.setdefault(location, set()).add(tensor.name)
+        place = {e.key: e.value for e in tensor.external_data}
+        if place:
+            found.setdefault(place["location"], set()).add(place["offset"])
     return found
 
 
 def test_shared_weights_are_stored_once(llama, qwen3):
     onnx_folder = llama.folder / "onnx"
-    assert set(external_files(onnx_folder / "target.onnx")) == {"target.data"}
-    assert len(external_files(onnx_folder / "drafter.onnx")["target.data"]) == 1  # tied: embedding and head in one
-    assert len(external_files(qwen3.folder / "onnx/drafter.onnx")["target.data"]) == 1  # the embedding; an own head
+    assert set(external_places(onnx_folder / "target.onnx")) == {"target.data"}
+    assert len(external_places(onnx_folder / "drafter.onnx")["target.data"]) == 1  # tied: embedding and head in one
+    assert len(external_places(qwen3.folder / "onnx/drafter.onnx")["target.data"]) == 1  # the embedding; an own head
     own = sum(p.numel() for n, p in llama.drafter.named_parameters() if not n.startswith(("embed_tokens", "lm_head")))
     assert (onnx_folder / "drafter.data").stat().st_size <= 4 * own
     assert sorted(f.name for f in onnx_folder.iterdir()) == [

@@ -28,7 +28,11 @@ PAIRS = {
             "confidence_head_with_markov": False,
         },
     ),
-    "qwen3, yarn": ("qwen3", {}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
+    "qwen3, yarn": (
+        "qwen3",
+        {},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
 }  # fmt: skip
 
 
