@@ -30,6 +30,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="dspark-export",
+        allow_abbrev=False,  # --json is looked for in the arguments as well, before they are parsed
         description="Export a DSpark drafter and its target model as a bundle that dspark's runtime loads.",
         epilog="Exit codes: 0 success, 1 the export failed (parity, disk), 2 wrong options or unusable input.",
     )

@@ -193,7 +193,8 @@ class Target:
 
     @property
     def embed_tokens(self) -> Tensor:
-        return self.model.get_input_embeddings().weight
+        table: Any = self.model.get_input_embeddings()
+        return table.weight
 
     @property
     def lm_head(self) -> Tensor:

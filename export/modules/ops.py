@@ -38,7 +38,7 @@ def block_attention(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of every request's block rows over its cached rows and its own block (BlockAttention of the README).
+    """Attention of every request's block rows over its cached rows and its own block (plugins/README.md).
 
     q [T, Hq, D], k and v [T, Hkv, D], caches [P, Hkv, C, D], row_start int32 [R+1], length int32 [R], pages int32
     [R, N], context_k and context_v [Tc, Hkv, D], context_start int32 [R+1] -> rows like q and the two updated caches.
@@ -100,7 +100,7 @@ def markov_argmax(
     head: str,
     confidence_with_markov: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The Markov chain of argmaxes from each anchor on (MarkovArgmax of the README).
+    """The Markov chain of argmaxes from each anchor on (plugins/README.md).
 
     base_logits [R, G, Vd], anchors int64 [R], hidden [R, G, H] -> tokens int64 [R, G], confidence fp32 [R, G] (ones
     without a confidence head) and corrected logits fp32 [R, G, Vd].
