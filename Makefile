@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BUNDLE ?= engines/demo
-STEPS ?= 5000
+STEPS ?= 2200
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -43,6 +43,7 @@ bench: $(BUNDLE)/manifest.json  ## speed and acceptance on all held-out prompts
 train-demo: $(READY)  ## train the demo's drafter again (hours on a CPU; resumes)
 	$(BIN)/dspark train --target demo --prompts demo/prompts/train.jsonl --heldout demo/prompts/heldout.jsonl \
 	  --layers 2 --block-size 5 --taps 1,8,15,22,28 --draft-vocab-size 12288 --mask-token-id 16 --steps $(STEPS) \
+	  --learning-rate 2e-3 --max-new-tokens 160 \
 	  --work build/train --out build/drafter
 
 $(READY): pyproject.toml constraints.txt

@@ -6,6 +6,7 @@ storage, and each is streamed to the .data file when the graph is written. What 
 
 import contextlib
 import io
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,9 +32,7 @@ from dspark.manifest import Tensor as TensorInfo
 
 OPSET = 23
 IR_VERSION = 11
-# Read by the custom op alone, whatever their sizes: traced with fixed ones, which spares torch much symbolic algebra.
-OPAQUE = ("row_start", "context_start", "length", "pages")
-CACHE = "_cache"  # in the names of caches, which are opaque too
+CACHE = "_cache"  # in the names of caches, and of no other input or output
 
 
 class DrafterModule(nn.Module):
@@ -116,7 +115,9 @@ def export_target(target: Target, target_layer_ids: Sequence[int], folder: Path)
     model = _trace(module, inputs, dims, ["logits", "taps"], count)
     model.functions[("dspark", "BlockAttention", "")] = block_attention_function(OPSET, context=False)
     file = folder / "onnx" / "target.onnx"
-    target.stored = _save(model, file, {})
+    # By address, so only of tensors that live as long as the target: a later one could lie where a passing one lay.
+    parameters = {p.data_ptr() for p in target.model.parameters()}
+    target.stored = {address: t for address, t in _save(model, file, {}).items() if address in parameters}
     return describe(model, "target", "portable", "onnx/target.onnx", cache_slack=0)
 
 
@@ -167,15 +168,14 @@ def _trace(
     module: nn.Module, inputs: dict[str, Any], dims: dict[str, Any], outputs: list[str], layers: int
 ) -> ir.Model:
     """torch.export -> ONNX IR with the contract's names, cleaned so that equal inputs give equal bytes."""
-    layer_caches = {name: [{}] * layers for name in ("key_caches", "value_caches")}
-    traced = {name: {} if name in OPAQUE else axes for name, axes in dims.items()} | layer_caches
+    dims = dims | {name: [{0: "P", 2: "C"}] * layers for name in ("key_caches", "value_caches")}
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             module,
             kwargs=inputs,
             dynamo=True,
             opset_version=OPSET,
-            dynamic_shapes=traced,
+            dynamic_shapes=dims,
             custom_translation_table=translations(),
             verbose=False,
             optimize=False,
@@ -183,7 +183,6 @@ def _trace(
     assert program is not None
     model = program.model
     _name_interface(model.graph, [n for n in inputs if not n.endswith("_caches")], outputs, layers)
-    _name_dimensions(model.graph, dims)
     # As program.optimize() does, but every weight stays the tensor that the checkpoint has: transposes are not folded.
     onnxscript.optimizer.optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
     onnxscript.rewriter.onnx_fusions.fuse(model)
@@ -208,15 +207,6 @@ def _name_interface(graph: ir.Graph, inputs: list[str], outputs: list[str], laye
         ordered = list(values)[: len(names)] + [c for i in range(layers) for c in (caches[i], caches[layers + i])]
         values.clear()
         values.extend(ordered)
-
-
-def _name_dimensions(graph: ir.Graph, dims: dict[str, dict[int, str]]) -> None:
-    """Give what was traced with fixed sizes, OPAQUE and caches, its dynamic dimensions."""
-    for value in (*graph.inputs, *graph.outputs):
-        name, shape = str(value.name), value.shape
-        assert shape is not None
-        axes = {0: "P", 2: "C"} if CACHE in name else dims[name] if name in OPAQUE else {}
-        value.shape = ir.Shape([axes.get(axis, size) for axis, size in enumerate(shape)])
 
 
 def _save(model: ir.Model, file: Path, stored: dict[int, ir.ExternalTensor]) -> dict[int, ir.ExternalTensor]:
@@ -253,7 +243,13 @@ def describe(model: ir.Model, role: str, form: str, file: str, cache_slack: int)
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter reports on stdout and warns about names it renames itself; neither is the user's concern."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    """The exporter reports on stdout, and warns about names it renames itself and ops that nobody uses."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -37,8 +37,8 @@ class WeightFile:
             return ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
         offset = self._file.tell()
-        array = tensor.numpy()
-        self._file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+        # As bytes: the buffer protocol knows no bf16.
+        self._file.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
         external = ir.ExternalTensor(
             self.path.name, offset, tensor.nbytes, tensor.dtype,
             shape=tensor.shape, name=str(tensor.name), base_dir=self.path.parent,

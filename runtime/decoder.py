@@ -6,6 +6,7 @@ from pathlib import Path
 from dspark.errors import UsageError
 from dspark.manifest import Manifest
 from dspark.runtime.bundle import Bundle, open_bundle
+from dspark.runtime.draft import Drafter
 from dspark.runtime.engines.base import Engine
 from dspark.runtime.engines.onnxruntime import FORM, OnnxRuntimeEngine
 from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
@@ -18,6 +19,19 @@ def load(folder: str | Path, *, threads: int | None = None, max_context_len: int
     threads: per engine run; None: one per core. max_context_len: a smaller context limit than the bundle's, in tokens.
     UsageError when the bundle is damaged or an option is out of range; DSparkError when the backend is missing.
     """
+    bundle, limit = _open(folder, threads, max_context_len)
+    target, drafter = (_engine(bundle, role, limit, threads) for role in ("target", "drafter"))
+    return Decoder(bundle.manifest, target, drafter, load_tokenizer(bundle), limit)
+
+
+def load_drafter(folder: str | Path, *, threads: int | None = None, max_context_len: int | None = None) -> Drafter:
+    """The drafter of a bundle alone, for one request of a service that runs its target elsewhere. As for `load`."""
+    bundle, limit = _open(folder, threads, max_context_len)
+    return Drafter(_engine(bundle, "drafter", limit, threads), bundle.manifest.drafter, limit)
+
+
+def _open(folder: str | Path, threads: int | None, max_context_len: int | None) -> tuple[Bundle, int]:
+    """The checked bundle and the context limit."""
     bundle = open_bundle(folder)
     most = bundle.manifest.profiles.max_context_len
     limit = most if max_context_len is None else max_context_len
@@ -25,8 +39,7 @@ def load(folder: str | Path, *, threads: int | None = None, max_context_len: int
         raise UsageError(f"context limit {limit}: this bundle takes 1 to {most}")
     if threads is not None and threads < 1:
         raise UsageError(f"threads {threads}: must be at least 1")
-    target, drafter = (_engine(bundle, role, limit, threads) for role in ("target", "drafter"))
-    return Decoder(bundle.manifest, target, drafter, load_tokenizer(bundle), limit)
+    return bundle, limit
 
 
 def _engine(bundle: Bundle, role: str, limit: int, threads: int | None) -> Engine:

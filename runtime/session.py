@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dspark.errors import UsageError
+from dspark.errors import DSparkError, UsageError
 from dspark.runtime.draft import Drafter
 from dspark.runtime.loop import Round, Rules, decode_round
 from dspark.runtime.metrics import Stats
@@ -76,6 +76,7 @@ class Session:
     def __init__(self, decoder: "Decoder"):
         self.decoder = decoder
         self.tokens: list[int] = []  # given and returned so far
+        self._turns = 0  # begun so far: an older stream notices that it was overtaken
         drafter = decoder.manifest.drafter
         self.target = Target(decoder.target_engine, decoder.context_limit)
         self.drafter = Drafter(decoder.drafter_engine, drafter, decoder.context_limit)
@@ -96,14 +97,18 @@ class Session:
 
         prompt: text, token ids, or chat messages [{"role", "content"}] (see `Decoder.encode`); options are the fields
         of `Options`. Leaving the iterator early ends the turn after the last round handed out. UsageError, before
-        anything has changed, for a bad option, an empty prompt, or one that does not fit in the context.
+        anything has changed, for a bad option, an empty prompt, or one that does not fit in the context. DSparkError
+        when the iterator goes on after another turn on the same decoder began.
         """
         chosen = Options(**options)
-        return self._turn(self._encode(prompt), chosen, self._rules(chosen))
+        rules, added = self._rules(chosen), self._encode(prompt)
+        self._turns += 1
+        return self._turn(added, chosen, rules, self._turns)
 
     def next_logits(self, prompt: Prompt, prefill_chunk: int = 512) -> np.ndarray:
         """Continue the conversation by `prompt` without an answer: the target's next-token logits, fp32 [V]."""
         added = self._encode(prompt)
+        self._turns += 1
         self._claim()
         self.tokens += added
         return self._prefill(None, prefill_chunk).copy()
@@ -133,7 +138,7 @@ class Session:
         stops = frozenset() if options.ignore_eos else self.decoder.stops
         return Rules(draft_len, scheduler, stops, options.read_confidence or scheduler.reads_confidence)
 
-    def _turn(self, added: list[int], options: Options, rules: Rules) -> Iterator[Chunk]:
+    def _turn(self, added: list[int], options: Options, rules: Rules, turn: int) -> Iterator[Chunk]:
         started = perf_counter()
         drafter = self.drafter if options.mode == "speculative" else None
         stats = Stats()
@@ -141,6 +146,7 @@ class Session:
         pieces: list[str] = []
         returned: list[int] = []
 
+        self._check_turn(turn)
         self._claim()
         self.tokens += added
         logits = self._prefill(drafter, options.prefill_chunk)
@@ -159,6 +165,7 @@ class Session:
                 yield Chunk(pieces[-1] if pieces else "", new, done, generation)
                 return
             yield Chunk(pieces[-1] if pieces else "", new, done)
+            self._check_turn(turn, self.decoder.owner is self)
             started = perf_counter()
             # The extra token comes on top of the accepted drafts, and the rows of both must fit in the cache.
             budget = min(options.max_new_tokens - len(returned), self.target.limit - self.target.length) - 1
@@ -181,6 +188,10 @@ class Session:
             self.target.length = 0
             self.drafter.reset()
             self.decoder.owner = self
+
+    def _check_turn(self, turn: int, has_caches: bool = True) -> None:
+        if self._turns != turn or not has_caches:
+            raise DSparkError("another turn took this stream's place; go on with session.generate([])")
 
     def _prefill(self, drafter: Drafter | None, chunk: int) -> np.ndarray:
         """Run every token that is not in the target's cache, hand their taps to the drafter.

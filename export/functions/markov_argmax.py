@@ -35,44 +35,44 @@ def markov_argmax_function(opset: int, head: str, present: frozenset[str], with_
 def _body(op, head: str, with_markov: bool, given: dict[str, ir.Value | None]):
     as_float = ir.DataType.FLOAT
     base, hidden, anchors = op.Cast(given["base_logits"], to=as_float), given["hidden"], given["anchors"]
+    w1 = given["w1"]
     # Transposed once, outside of the loop, where a backend folds it into the weight.
     w2, head_weight = (None if given[n] is None else op.Transpose(given[n], perm=[1, 0]) for n in ("w2", "head_weight"))
-    confidence = given["confidence_weight"]
-    if confidence is not None:
-        confidence = op.Unsqueeze(op.Cast(confidence, to=as_float), [1])
 
     def step(op, k, go_on, previous, state):
-        at = op.Gather(hidden, k, axis=1)
-        embedding = None if given["w1"] is None else op.Gather(given["w1"], previous, axis=0)
         corrected = op.Gather(base, k, axis=1)
         if head != "none":
+            at, embedding = op.Gather(hidden, k, axis=1), op.Gather(w1, previous, axis=0)
             state, e = _head_step(op, head, state, embedding, at, head_weight, given["head_bias"])
             corrected = op.Add(corrected, op.Cast(op.MatMul(e, w2), to=as_float))
         drafted = op.ArgMax(corrected, axis=-1, keepdims=0)
         if given["d2t"] is not None:
             drafted = op.Add(drafted, op.Gather(given["d2t"], drafted))
-        if confidence is None:
-            sure = op.CastLike(op.Equal(drafted, drafted), corrected)
-        else:
-            x = op.Concat(at, embedding, axis=-1) if with_markov else at
-            logit = op.MatMul(op.Cast(x, to=as_float), confidence)
-            if given["confidence_bias"] is not None:
-                logit = op.Add(logit, op.Cast(given["confidence_bias"], to=as_float))
-            sure = op.Squeeze(op.Sigmoid(logit), [1])
-        state = op.Identity(state)
-        return op.Identity(go_on), drafted, state, op.Identity(drafted), sure, op.Identity(corrected)
+        return op.Identity(go_on), drafted, op.Identity(state), op.Identity(drafted), op.Identity(corrected)
 
-    body = loop_body(op, "position", step, ["previous", "state"], ["token", "sure", "corrected"])
+    body = loop_body(op, "position", step, ["previous", "state"], ["token", "corrected"])
     gamma = op.Squeeze(op.Shape(base, start=1, end=2))
-    start = _start_state(op, head, given["w1"], anchors)
+    start = _start_state(op, head, w1, anchors)
     true = op.Constant(value=ir.tensor(True))
-    _, _, tokens, sures, logits = op.Loop(gamma, true, anchors, start, body=body, _outputs=5)
+    _, _, tokens, logits = op.Loop(gamma, true, anchors, start, body=body, _outputs=4)
     # A Loop stacks what its steps yield along a new first axis.
-    return (
-        op.Transpose(tokens, perm=[1, 0]),
-        op.Transpose(sures, perm=[1, 0]),
-        op.Transpose(logits, perm=[1, 0, 2]),
-    )
+    tokens, logits = op.Transpose(tokens, perm=[1, 0]), op.Transpose(logits, perm=[1, 0, 2])
+    return tokens, _confidence(op, given, with_markov, tokens), logits
+
+
+def _confidence(op, given: dict[str, ir.Value | None], with_markov: bool, tokens: ir.Value) -> ir.Value:
+    """c_k of all positions at once [R, G]: when the tokens are known, so are those before them."""
+    as_float = ir.DataType.FLOAT
+    if given["confidence_weight"] is None:
+        return op.Cast(op.Equal(tokens, tokens), to=as_float)
+    x = given["hidden"]
+    if with_markov:
+        previous = op.Concat(op.Unsqueeze(given["anchors"], [1]), op.Slice(tokens, [0], [-1], [1]), axis=1)
+        x = op.Concat(x, op.Gather(given["w1"], previous, axis=0), axis=-1)
+    logit = op.MatMul(op.Cast(x, to=as_float), op.Cast(given["confidence_weight"], to=as_float))
+    if given["confidence_bias"] is not None:
+        logit = op.Add(logit, op.Cast(given["confidence_bias"], to=as_float))
+    return op.Sigmoid(logit)
 
 
 def _start_state(op, head: str, w1: ir.Value | None, anchors: ir.Value) -> ir.Value:

@@ -9,7 +9,7 @@ import pytest
 
 from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Tensor
-from dspark.runtime import load
+from dspark.runtime import load, load_drafter
 from dspark.runtime.bundle import Bundle, open_bundle
 from dspark.runtime.engines.onnxruntime import OnnxRuntimeEngine
 
@@ -59,6 +59,41 @@ def test_speculative_equals_plain(decoder):
         )
         assert plain[0].token_ids == speculative[0].token_ids
         assert speculative[0].stats.accepted > 0
+
+
+class Oracle:
+    """A drafter engine that knows the text."""
+
+    def __init__(self, text, real):
+        self.text, self.real = text, real
+        self.capacity, self.seconds = real.capacity, 0.0
+
+    def run(self, inputs, fetch):
+        results = self.real.run(inputs, fetch)
+        if "draft_tokens" in results:
+            positions = inputs["positions"] + 1
+            results["draft_tokens"] = np.array([[self.text[p] for p in positions[0]]])
+        return results
+
+
+@pytest.mark.parametrize("draft_len", [1, 4, 7])
+def test_oracle_on_the_exported_target(bundle, decoder, draft_len):
+    text = PROMPT + run_of(decoder, mode="plain", max_new_tokens=60)[0].token_ids
+    oracle = load(bundle, threads=1)
+    oracle.drafter_engine = Oracle(text, oracle.drafter_engine)
+    result, rounds = run_of(oracle, draft_len=draft_len, max_new_tokens=1 + 5 * (draft_len + 1))
+    assert [r.accepted for r in rounds] == [draft_len] * 5
+    assert PROMPT + result.token_ids == text[: len(PROMPT) + len(result.token_ids)]
+
+
+def test_drafter_alone(bundle, decoder):
+    """Taps from a target outside this decoder's loop; the drafts are those of the loop."""
+    first = run_of(decoder, max_new_tokens=20)[1][0]
+    taps = decoder.target_engine.run(target_inputs(PROMPT, 0), ("taps",))["taps"]
+    drafter = load_drafter(bundle, threads=1)
+    draft = drafter.propose(first.anchor, taps)
+    assert draft.tokens == first.drafts and draft.confidence.shape == (len(first.drafts),)
+    assert drafter.length == len(PROMPT)
 
 
 def test_a_step_writes_its_rows_and_no_others(bundle):
@@ -222,7 +257,7 @@ def test_the_runtime_needs_no_torch(bundle):
 import sys
 for name in ("torch", "transformers", "onnx", "onnxscript", "safetensors", "polygraphy"):
     sys.modules[name] = None
-from dspark.runtime import load
+from dspark.runtime import load, load_drafter
 print(load({str(bundle)!r}, threads=1).generate([1, 2, 3], max_new_tokens=4).token_ids)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -5,7 +5,7 @@ import math
 import pytest
 from fakes import MASK, STOPS, Language, fake_decoder, oracle, right_for
 
-from dspark.errors import UsageError
+from dspark.errors import DSparkError, UsageError
 
 BLOCK = 5
 PROMPT = [3, 1, 4, 1, 5]
@@ -243,6 +243,25 @@ def test_a_turn_may_go_on_from_where_a_limit_ended_it():
     session = fake_decoder(language).session()
     session.generate(PROMPT, max_new_tokens=4)
     assert session.generate([], max_new_tokens=9).token_ids == language.continuation(PROMPT, 13)[4:]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_stream_that_was_overtaken(same):
+    """Going on would continue from another text's cache."""
+    language = Language(19)
+    decoder = fake_decoder(language)
+    session = decoder.session()
+    stream = session.stream(PROMPT, max_new_tokens=40)
+    next(stream)
+    (session if same else decoder.session()).generate([7], max_new_tokens=3)
+    with pytest.raises(DSparkError, match="another turn"):
+        next(stream)
+    late, last = session.stream([1], max_new_tokens=40), session.stream([2], max_new_tokens=2)
+    assert len(list(last)) == 2
+    with pytest.raises(DSparkError, match="another turn"):
+        next(late)
+    whole = list(session.tokens)
+    assert session.generate([], max_new_tokens=9).token_ids == language.continuation(whole, 9)
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
