@@ -29,7 +29,7 @@ lint: $(READY)  ## ruff: rules and format
 # mypy cannot follow the mapping of root folders to subpackages, so it gets a tree of links that spells it out.
 mypy: $(READY)  ## type-check
 	rm -rf build/mypy && mkdir -p build/mypy/dspark
-	ln -s "$(CURDIR)"/dspark/*.py build/mypy/dspark/
+	ln -s "$(CURDIR)"/core/*.py build/mypy/dspark/
 	for part in demo export plugins runtime tools; do ln -s "$(CURDIR)/$$part" build/mypy/dspark/; done
 	$(BIN)/mypy
 

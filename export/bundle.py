@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -27,17 +27,17 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 def building(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out` to build in; it becomes `out` on success and vanishes on any failure.
 
-    Raises UsageError: `out` exists, or its parent cannot be written to. DSparkError: the disk is full.
+    Missing parents of `out` are made, and go again with a failure. Raises UsageError: `out` exists, or its parent
+    cannot be written to. DSparkError: the disk is full.
     """
     if os.path.lexists(out):
         raise UsageError(f"--out {out}: exists already; remove it or choose another folder")
     parent = out.absolute().parent
-    if not parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {parent}; create it first")
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     # Not tempfile: its folders are readable by their owner alone, and the bundle would stay so.
     aside = parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
-        aside.mkdir()
+        aside.mkdir(parents=True)
         yield aside
         aside.rename(out)
     except Exception as error:
@@ -47,6 +47,9 @@ def building(out: Path) -> Iterator[Path]:
         raise known from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # the bundle is in it
+                folder.rmdir()
 
 
 def _disk_error(error: BaseException | None, aside: Path, out: Path) -> DSparkError | None:
@@ -54,7 +57,8 @@ def _disk_error(error: BaseException | None, aside: Path, out: Path) -> DSparkEr
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _NO_SPACE) or os.strerror(errno.ENOSPC) in str(error):
             return DSparkError(f"--out {out}: no space left on the disk; nothing was kept, free some and run again")
-        if isinstance(error, OSError) and str(error.filename).startswith(str(aside)):
+        file = Path(str(error.filename)) if isinstance(error, OSError) and error.filename else None
+        if file and (file == aside or aside in file.parents or file in aside.parents):
             return UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
         error = error.__cause__ or error.__context__
     return None

@@ -37,7 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ckpt", required=True, metavar="DIR|ID|demo", help="drafter checkpoint: a folder, a hub id, or the demo pair"
     )
-    parser.add_argument("--target", metavar="DIR|ID", help="target model: a folder, a GGUF file or a hub id")
+    parser.add_argument(
+        "--target", metavar="DIR|ID|demo", help="target model: a folder, a GGUF file, a hub id, or the demo's"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="the bundle to write; must not exist")
     parser.add_argument("--dtype", default="fp32", metavar="fp32", help="number format of the graphs (default: fp32)")
     parser.add_argument("--backend", default="onnx", metavar="onnx", help="what to build for (default: onnx)")
@@ -119,13 +121,17 @@ def _inputs(args: argparse.Namespace) -> tuple[Path, str]:
     for option, value in (("--max-batch-size", args.max_batch_size), ("--max-context-len", args.max_context_len)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: must be at least 1")
-    if args.ckpt == DEMO:
-        return demo_drafter(), args.target or str(demo_target())
-    if args.target is None:
+    if args.max_batch_size > 1:
+        raise UsageError(
+            f"--max-batch-size {args.max_batch_size}: not supported yet, the runtime takes one request; use 1"
+        )
+    if args.ckpt != DEMO and args.target is None:
         raise UsageError("--target is missing; it names the model that the drafter was trained for")
     from dspark.export.locate import locate
 
-    return locate(args.ckpt, "--ckpt"), args.target
+    checkpoint = demo_drafter() if args.ckpt == DEMO else locate(args.ckpt, "--ckpt")
+    target = demo_target() if args.target in (None, DEMO) else locate(args.target, "--target", suffix=".gguf")
+    return checkpoint, str(target)
 
 
 def _import_build():
@@ -134,7 +140,7 @@ def _import_build():
 
         from dspark.export import build
     except ModuleNotFoundError as error:
-        raise DSparkError(f"package {error.name!r} is not installed; run `pip install 'dspark[export,cpu]'`") from error
+        raise DSparkError(f"package {error.name!r} is not installed; run `pip install '.[export,cpu]'`") from error
     # The libraries' deprecations, optional parts and own bars are no concern of the user.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -26,7 +26,8 @@ class Drafter:
     """The drafter for one request.
 
     Its context is one row per committed token, at that token's position. `length` rows are in the engine's cache;
-    `observe` queues further ones, which enter the cache with the next proposal. The block's own rows never stay.
+    `observe` queues further ones, which enter the cache with the next proposal. The block's own rows never stay. An
+    engine has room for one request: a second drafter on it takes its cache, and the first one is told so.
     """
 
     def __init__(self, engine: Engine, spec: Spec, limit: int, chunk: int = 512):
@@ -47,6 +48,12 @@ class Drafter:
         """Forget the whole context."""
         self.length = 0
         self._waiting = []
+
+    def truncate(self, rows: int) -> None:
+        """Keep only the first `rows` context rows."""
+        waiting = self._take()[: max(0, rows - self.length)]
+        self._waiting = [waiting] if len(waiting) else []
+        self.length = min(self.length, rows)
 
     def observe(self, taps: np.ndarray) -> None:
         """Take the taps fp32 [n, m*H] of the n tokens committed since the last call, in order. They are copied."""
@@ -97,6 +104,12 @@ class Drafter:
     def _run(self, block: list[int], context: np.ndarray, fetch: tuple[str, ...]) -> dict[str, np.ndarray]:
         """One engine run: context rows take the positions after the cached ones, block rows those after them."""
         size, rows, anchor_position = len(block), len(context), self.length + len(context)
+        if self.engine.owner is not self:
+            if self.length:
+                raise UsageError(
+                    "drafter: another one used this engine's cache since; reset() and observe all taps again"
+                )
+            self.engine.owner = self
         outputs = self.engine.run(
             {
                 "tokens": np.array([block], np.int64),

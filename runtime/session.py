@@ -95,32 +95,40 @@ class Session:
     def stream(self, prompt: Prompt, **options) -> Iterator[Chunk]:
         """Generate in pieces, one per round.
 
-        prompt: text, token ids, or chat messages [{"role", "content"}] (see `Decoder.encode`); options are the fields
-        of `Options`. Leaving the iterator early ends the turn after the last round handed out. UsageError, before
-        anything has changed, for a bad option, an empty prompt, or one that does not fit in the context. DSparkError
-        when the iterator goes on after another turn on the same decoder began.
+        prompt: text or token ids that follow what the session holds, or chat messages [{"role", "content"}]: always the
+        whole conversation, of which only what the session does not hold yet is run (see `Decoder.encode`). options:
+        the fields of `Options`. Leaving the iterator early ends the turn after the last round handed out. UsageError,
+        before anything has changed, for a bad option, an empty prompt, or one that does not fit in the context.
+        DSparkError when the iterator goes on after another turn on the same decoder began.
         """
         chosen = Options(**options)
-        rules, added = self._rules(chosen), self._encode(prompt)
+        rules, (kept, added) = self._rules(chosen), self._encode(prompt)
         self._turns += 1
-        return self._turn(added, chosen, rules, self._turns)
+        return self._turn(kept, added, chosen, rules, self._turns)
 
     def next_logits(self, prompt: Prompt, prefill_chunk: int = 512) -> np.ndarray:
         """Continue the conversation by `prompt` without an answer: the target's next-token logits, fp32 [V]."""
-        added = self._encode(prompt)
+        kept, added = self._encode(prompt)
         self._turns += 1
         self._claim()
+        self._rewind(kept)
         self.tokens += added
         return self._prefill(None, prefill_chunk).copy()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        added = self.decoder.encode(prompt, first=not self.tokens)
-        size, limit = len(self.tokens) + len(added), self.target.limit
+    def _encode(self, prompt: Prompt) -> tuple[int, list[int]]:
+        """How many of the session's tokens stay, and what follows them."""
+        kept, added = len(self.tokens), self.decoder.encode(prompt, first=not self.tokens)
+        if not isinstance(prompt, str) and any(isinstance(item, dict) for item in prompt):
+            # Messages are the whole conversation: a template may write earlier turns otherwise than they were decoded.
+            same = [a == b for a, b in zip(self.tokens, added[:-1], strict=False)]
+            kept = same.index(False) if False in same else len(same)
+            added = added[kept:]
+        size, limit = kept + len(added), self.target.limit
         if not added and self.target.length == len(self.tokens):
             raise UsageError("the prompt is empty: give at least one token")
         if size > limit:
             raise UsageError(f"the prompt makes {size} tokens, the context limit of this bundle is {limit}: shorten it")
-        return added
+        return kept, added
 
     def _rules(self, options: Options) -> Rules:
         drafter = self.decoder.manifest.drafter
@@ -138,7 +146,7 @@ class Session:
         stops = frozenset() if options.ignore_eos else self.decoder.stops
         return Rules(draft_len, scheduler, stops, options.read_confidence or scheduler.reads_confidence)
 
-    def _turn(self, added: list[int], options: Options, rules: Rules, turn: int) -> Iterator[Chunk]:
+    def _turn(self, kept: int, added: list[int], options: Options, rules: Rules, turn: int) -> Iterator[Chunk]:
         started = perf_counter()
         drafter = self.drafter if options.mode == "speculative" else None
         stats = Stats()
@@ -148,6 +156,7 @@ class Session:
 
         self._check_turn(turn)
         self._claim()
+        self._rewind(kept)
         self.tokens += added
         logits = self._prefill(drafter, options.prefill_chunk)
         new, done = [accept_greedy([], logits[None])[1]], None
@@ -188,6 +197,12 @@ class Session:
             self.target.length = 0
             self.drafter.reset()
             self.decoder.owner = self
+
+    def _rewind(self, kept: int) -> None:
+        """Forget all but the first `kept` tokens; their cache rows stay."""
+        del self.tokens[kept:]
+        self.target.length = min(self.target.length, kept)
+        self.drafter.truncate(kept)
 
     def _check_turn(self, turn: int, has_caches: bool = True) -> None:
         if self._turns != turn or not has_caches:

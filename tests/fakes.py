@@ -45,6 +45,7 @@ class FakeTarget:
     def __init__(self, language: Language, capacity: int):
         self.language = language
         self.capacity = capacity
+        self.owner: object = None
         self.seconds = 0.0
         self.cache: list[int | None] = [None] * capacity
         self.runs: list[int] = []  # rows of every run
@@ -85,6 +86,7 @@ class FakeDrafter:
     def __init__(self, language: Language, capacity: int, policy: Policy, confidence: Callable | None = None):
         self.language = language
         self.capacity = capacity
+        self.owner: object = None
         self.policy = policy
         self.confidence = confidence  # (drafts) -> values
         self.seconds = 0.0

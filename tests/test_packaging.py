@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("dspark", "demo", "export", "plugins", "runtime", "tools")
+ROOMS = ("core", "demo", "export", "plugins", "runtime", "tools")
 # What a checkout's root holds besides the project: environments, caches, and what the targets of the Makefile write.
 GENERATED = {".git", ".venv", "build", "dist", "engines", "dspark.egg-info"}
 GENERATED |= {".mypy_cache", ".pytest_cache", ".ruff_cache"}
@@ -47,7 +47,7 @@ def packages() -> set[str]:
 def test_every_package_is_listed():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert set(settings["packages"]) == packages()
-    assert settings["package-dir"] == {"dspark": "dspark", **{f"dspark.{room}": room for room in ROOMS[1:]}}
+    assert settings["package-dir"] == {"dspark": "core", **{f"dspark.{room}": room for room in ROOMS[1:]}}
 
 
 def test_every_folder_with_modules_is_a_package():
@@ -86,7 +86,7 @@ def test_the_wheel_holds_every_module_and_the_demo_data(wheel):
     for file in project_files(".py", ".jsonl", ".safetensors"):
         parts = file.relative_to(ROOT).parts
         if parts[0] in ROOMS:
-            wanted.add("/".join(parts if parts[0] == "dspark" else ("dspark", *parts)))
+            wanted.add("/".join(("dspark", *parts[parts[0] == "core" :])))
     if (ROOT / "demo/drafter").is_dir():
         wanted |= {f"dspark/demo/drafter/{name}" for name in ("config.json", "model.safetensors")}
     assert wanted - held == set()
@@ -131,7 +131,7 @@ def test_the_runtime_imports_no_torch():
 def imported(file: Path) -> set[str]:
     """Absolute names of everything that a module of the project imports, lazily or not."""
     parts = file.relative_to(ROOT).parts
-    package = parts[:-1] if parts[0] == "dspark" else ("dspark", *parts[:-1])
+    package = ("dspark", *parts[parts[0] == "core" : -1])
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -145,7 +145,7 @@ def imported(file: Path) -> set[str]:
 
 # What each room may import of the others; every room may import the root package's own modules.
 ALLOWED = {
-    "dspark": (),
+    "core": (),
     "demo": (),
     "plugins": (),
     "runtime": ("plugins",),
@@ -173,7 +173,7 @@ def test_imports_go_one_way(room):
 @pytest.mark.parametrize("package", ["torch", "transformers", "onnx"])
 def test_the_runtime_names_no_exporter_library(package):
     for file in project_files(".py"):
-        if file.relative_to(ROOT).parts[0] in ("runtime", "dspark"):
+        if file.relative_to(ROOT).parts[0] in ("runtime", "core"):
             assert not [name for name in imported(file) if name.split(".")[0] == package], file
 
 

@@ -15,6 +15,7 @@ class Engine(Protocol):
     """
 
     capacity: int  # rows of every K/V cache
+    owner: object  # whose rows the caches hold; set and compared by those who run the engine
     seconds: float  # wall time spent inside runs so far: what is left of a round is the host's own work
 
     def run(self, inputs: Mapping[str, np.ndarray], fetch: Sequence[str]) -> dict[str, np.ndarray]:

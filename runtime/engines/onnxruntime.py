@@ -47,6 +47,7 @@ class OnnxRuntimeEngine:
         self._inputs = {tensor.name: tensor for tensor in self.graph.inputs}
         self._outputs = {tensor.name: tensor for tensor in self.graph.outputs}
         self.capacity = capacity
+        self.owner: object = None
         self.seconds = 0.0
         # Zeroed memory of this size comes from the system untouched: rows cost memory when they are first written.
         self.caches = {
@@ -125,7 +126,7 @@ def _import():
     try:
         import onnxruntime
     except ImportError as error:
-        raise DSparkError("the package onnxruntime is missing; install it with: pip install 'dspark[cpu]'") from error
+        raise DSparkError("the package onnxruntime is missing; install it with: pip install '.[cpu]'") from error
     return onnxruntime
 
 

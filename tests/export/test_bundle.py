@@ -53,10 +53,21 @@ class TestBuilding:
             (out / "mine").touch()
         assert os.listdir(tmp_path) == ["engines"] and os.listdir(out) == ["mine"]
 
-    def test_parent_must_exist(self, tmp_path):
-        with pytest.raises(UsageError, match="no folder .*create it"), bundle.building(tmp_path / "a" / "b"):
+    def test_parents_are_made(self, tmp_path):
+        with bundle.building(tmp_path / "a" / "b" / "c") as aside:
+            (aside / "file").touch()
+        assert os.listdir(tmp_path / "a" / "b") == ["c"] and os.listdir(tmp_path / "a" / "b" / "c") == ["file"]
+
+    def test_parents_go_again_with_a_failure(self, tmp_path):
+        (tmp_path / "a").mkdir()
+        with pytest.raises(RuntimeError), bundle.building(tmp_path / "a" / "b" / "c"):
+            raise RuntimeError
+        assert os.listdir(tmp_path) == ["a"] and os.listdir(tmp_path / "a") == []
+
+    def test_a_parent_that_is_a_file(self, tmp_path):
+        (tmp_path / "a").touch()
+        with pytest.raises(UsageError, match="cannot be written"), bundle.building(tmp_path / "a" / "b"):
             pass
-        assert os.listdir(tmp_path) == []
 
     def test_parent_that_cannot_be_written(self, tmp_path, monkeypatch):
         def refuse(self, *_args, **_kwargs):

@@ -158,7 +158,7 @@ def test_missing_package_is_named(capsys, base, tmp_path, monkeypatch):
     monkeypatch.delattr("dspark.export.build", raising=False)
     monkeypatch.setitem(sys.modules, "polygraphy", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refuse(capsys, tmp_path, *base, code=1, parts=["transformers", "pip install 'dspark[export,cpu]'"])
+    refuse(capsys, tmp_path, *base, code=1, parts=["transformers", "pip install '.[export,cpu]'"])
 
 
 class TestDemo:

@@ -9,7 +9,7 @@ import pytest
 
 from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Tensor
-from dspark.runtime import load, load_drafter
+from dspark.runtime import Drafter, load, load_drafter
 from dspark.runtime.bundle import Bundle, open_bundle
 from dspark.runtime.engines.onnxruntime import OnnxRuntimeEngine
 
@@ -66,7 +66,7 @@ class Oracle:
 
     def __init__(self, text, real):
         self.text, self.real = text, real
-        self.capacity, self.seconds = real.capacity, 0.0
+        self.capacity, self.seconds, self.owner = real.capacity, 0.0, None
 
     def run(self, inputs, fetch):
         results = self.real.run(inputs, fetch)
@@ -241,7 +241,7 @@ def test_a_file_that_is_no_graph(bundle):
 
 def test_without_onnxruntime(bundle, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(DSparkError, match=r"pip install 'dspark\[cpu\]'"):
+    with pytest.raises(DSparkError, match=r"pip install '\.\[cpu\]'"):
         load(bundle)
 
 
@@ -257,9 +257,37 @@ def test_the_runtime_needs_no_torch(bundle):
 import sys
 for name in ("torch", "transformers", "onnx", "onnxscript", "safetensors", "polygraphy"):
     sys.modules[name] = None
-from dspark.runtime import load, load_drafter
+from dspark.runtime import Drafter, load, load_drafter
 print(load({str(bundle)!r}, threads=1).generate([1, 2, 3], max_new_tokens=4).token_ids)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(",") == 3
+
+
+def test_a_chat_turn_takes_the_whole_conversation(decoder):
+    """The template writes the system prompt once; what the session holds already is not run again."""
+    session, messages = decoder.session(), []
+    for content in ("Hello", "And now?", "Once more."):
+        messages.append({"role": "user", "content": content})
+        whole, held = decoder.encode(messages), list(session.tokens)
+        rounds = []
+        result = session.generate(messages, max_new_tokens=12, ignore_eos=True, on_round=rounds.append)
+        assert session.tokens == whole + result.token_ids
+        assert held[:5] == whole[: len(held[:5])]
+        fresh, fresh_rounds = run_of(decoder, whole, max_new_tokens=12, ignore_eos=True)
+        assert result.token_ids == fresh.token_ids and steps(rounds) == steps(fresh_rounds)
+        messages.append({"role": "assistant", "content": "Well."})
+
+
+def test_two_drafters_on_one_engine(decoder):
+    """Interleaved, the second would read the first one's context: drafts silently wrong."""
+    spec = decoder.manifest.drafter
+    first, second = (Drafter(decoder.drafter_engine, spec, 64) for _ in range(2))
+    taps = np.ones((3, decoder.drafter_engine.graph.inputs[2].shape[1]), np.float32)
+    alone = first.propose(1, taps).tokens
+    second.propose(2, taps)
+    with pytest.raises(UsageError, match="another one used"):
+        first.propose(1, taps)
+    first.reset()
+    assert first.propose(1, taps).tokens == alone

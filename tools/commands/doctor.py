@@ -141,14 +141,14 @@ def _abilities(report: dict) -> dict[str, dict]:
     gpu = cuda["gpus"][0]["name"] if cuda["gpus"] else None
     on_cpu = "CPUExecutionProvider" in report["onnxruntime_providers"]
     answers = {
-        "generate on the CPU": (on_cpu, "ONNX Runtime" if on_cpu else "pip install 'dspark[cpu]'"),
+        "generate on the CPU": (on_cpu, "ONNX Runtime" if on_cpu else "pip install '.[cpu]'"),
         "export checkpoints": (
             not missing,
-            f"missing: {', '.join(missing)}; pip install 'dspark[export]'" if missing else "torch and ONNX packages",
+            f"missing: {', '.join(missing)}; pip install '.[export]'" if missing else "torch and ONNX packages",
         ),
-        "build the TensorRT plugins": (report["nvcc"] is not None, report["nvcc"] or "no nvcc on PATH"),
+        "compile CUDA": (report["nvcc"] is not None, report["nvcc"] or "no nvcc on PATH"),
         "load TensorRT": (bool(flavours), ", ".join(flavours) or "no TensorRT package is installed"),
-        "run on a GPU": (gpu is not None and bool(flavours), gpu or cuda["error"] or "the driver shows no GPU"),
+        "generate on a GPU": (False, "not in this version" + (f"; this machine has {gpu}" if gpu else "")),
     }
     return {ability: {"yes": yes, "why": why} for ability, (yes, why) in answers.items()}
 

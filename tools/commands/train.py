@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         from dspark.tools.training.batches import Recipe
         from dspark.tools.training.pipeline import Job, run_training
     except ModuleNotFoundError as error:
-        raise DSparkError(f"package {error.name!r} is not installed; run `pip install 'dspark[export]'`") from error
+        raise DSparkError(f"package {error.name!r} is not installed; run `pip install '.[export]'`") from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if args.threads:
