@@ -57,9 +57,10 @@ def _disk_error(error: BaseException | None, aside: Path, out: Path) -> DSparkEr
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _NO_SPACE) or os.strerror(errno.ENOSPC) in str(error):
             return DSparkError(f"--out {out}: no space left on the disk; nothing was kept, free some and run again")
-        file = Path(str(error.filename)) if isinstance(error, OSError) and error.filename else None
-        if file and (file == aside or aside in file.parents or file in aside.parents):
-            return UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
+        if isinstance(error, OSError) and error.filename:
+            file = Path(str(error.filename))
+            if file == aside or aside in file.parents or file in aside.parents:
+                return UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
         error = error.__cause__ or error.__context__
     return None
 
