@@ -92,7 +92,8 @@ def generate(
         while n < len(drafts) and drafts[n] == int(best[n]):
             n += 1
         states = states[: n + 1]
-        cache.crop(start + n + 1)
+        if n < len(drafts):
+            cache.crop(n - len(drafts))
         for token in [*drafts[:n], int(best[n])]:
             emitted.append(token)
             if token in stops:
