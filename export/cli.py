@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 import warnings
@@ -135,6 +136,7 @@ def _inputs(args: argparse.Namespace) -> tuple[Path, str]:
 
 
 def _import_build():
+    os.environ["TQDM_DISABLE"] = "1"  # read at import; transformers' own switch leaves out the bar of GGUF files
     try:
         import transformers
 

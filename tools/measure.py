@@ -1,15 +1,14 @@
 """What `dspark bench` measures: the same prompts under several settings, side by side, with the texts compared."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from dspark.errors import DSparkError, UsageError
+from dspark.errors import DSparkError
 from dspark.runtime import Decoder, Generation
+from dspark.tools import prompts as disk
 
 PLAIN = "plain"
 NEAR_TIE = 1e-4  # argmax gap below which batched and single-row forwards may round to different tokens
@@ -48,31 +47,18 @@ class Difference:
     near_tie: bool
 
 
-def read_prompts(file: Path, decoder: Decoder, per_kind: int | None) -> list[Prompt]:
-    """JSON lines {"id", "kind", "prompt"}; the prompt is text, put through the chat template if there is one, or token
-    ids. per_kind: take only so many of each kind. UsageError names the line that is wrong."""
-    prompts: list[Prompt] = []
+def encode_prompts(prompts: Sequence[disk.Prompt], decoder: Decoder, per_kind: int | None) -> list[Prompt]:
+    """Token ids of the prompts; text goes through the chat template if there is one. per_kind: so many of each kind."""
+    chat = decoder.tokenizer is not None and decoder.tokenizer.has_chat_template
     counts: dict[str, int] = {}
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: cannot read the prompts ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            name, kind, prompt = str(row["id"]), str(row["kind"]), row["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f'{file}: line {number}: expected {{"id", "kind", "prompt"}} ({error})') from error
-        counts[kind] = counts.get(kind, 0) + 1
-        if per_kind is None or counts[kind] <= per_kind:
-            if isinstance(prompt, str) and decoder.tokenizer is not None and decoder.tokenizer.has_chat_template:
-                prompt = [{"role": "user", "content": prompt}]
-            prompts.append(Prompt(name, kind, decoder.encode(prompt)))
-    if not prompts:
-        raise UsageError(f"{file}: no prompts in it")
-    return prompts
+    encoded: list[Prompt] = []
+    for row in prompts:
+        counts[row.kind] = counts.get(row.kind, 0) + 1
+        if per_kind is None or counts[row.kind] <= per_kind:
+            as_chat = chat and isinstance(row.prompt, str)
+            prompt = [{"role": "user", "content": row.prompt}] if as_chat else row.prompt
+            encoded.append(Prompt(row.id, row.kind, decoder.encode(prompt)))
+    return encoded
 
 
 def measure(

@@ -5,8 +5,9 @@ import pytest
 from command_line import failed
 from fakes import Language, fake_decoder, oracle, right_for
 
-from dspark.errors import DSparkError, UsageError
+from dspark.errors import DSparkError
 from dspark.tools import measure as m
+from dspark.tools import prompts as disk
 from dspark.tools.cli import main
 
 SETTINGS = [
@@ -90,18 +91,11 @@ def test_a_text_that_ends_early_differs_at_its_end():
     assert m.compare(decoder, runs)[0].position == 12
 
 
-def test_prompt_files(tmp_path):
-    decoder, file = fake_decoder(Language()), tmp_path / "prompts"
-    lines = [{"id": i, "kind": kind, "prompt": [1, i]} for i, kind in enumerate(("code", "code", "chat", "code"))]
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
-    assert [p.id for p in m.read_prompts(file, decoder, None)] == ["0", "1", "2", "3"]
-    assert [p.id for p in m.read_prompts(file, decoder, 1)] == ["0", "2"]
-    for text, word in (("{}", "line 1"), ('{"id": 1', "line 1"), ("[1]", "line 1"), ("", "no prompts")):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match=word):
-            m.read_prompts(file, decoder, None)
-    with pytest.raises(UsageError, match="cannot read"):
-        m.read_prompts(tmp_path / "nothing", decoder, None)
+def test_prompts_are_encoded_and_limited_by_kind():
+    decoder = fake_decoder(Language())
+    rows = [disk.Prompt(str(i), kind, [1, i]) for i, kind in enumerate(("code", "code", "chat", "code"))]
+    assert [p.tokens for p in m.encode_prompts(rows, decoder, None)] == [[1, 0], [1, 1], [1, 2], [1, 3]]
+    assert [p.id for p in m.encode_prompts(rows, decoder, 1)] == ["0", "2"]
 
 
 def test_command(pairs, capsys, tmp_path):

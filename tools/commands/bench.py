@@ -38,12 +38,13 @@ def run(args: argparse.Namespace) -> int:
     from dspark.errors import DSparkError, UsageError
     from dspark.runtime import load
     from dspark.tools import measure as m
+    from dspark.tools.prompts import read_prompts
 
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit {args.limit}: must be at least 1")
     decoder = load(args.bundle, threads=args.threads)
     file = args.prompts or str(resources.files("dspark.demo") / "prompts" / "heldout.jsonl")
-    prompts = m.read_prompts(Path(file), decoder, args.limit)
+    prompts = m.encode_prompts(read_prompts(Path(file)), decoder, args.limit)
     settings = [m.Setting(m.PLAIN, {"mode": "plain"}), m.Setting("full block", {"draft_len": args.draft_len})]
     for threshold in args.confidence_threshold:
         options = {"draft_len": args.draft_len, "confidence_threshold": threshold}

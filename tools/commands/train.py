@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{option.replace('_', '-')}: {value} is not a positive number")
     if not args.learning_rate > 0:
         raise UsageError(f"--learning-rate: {args.learning_rate} is not a positive number")
+    os.environ["TQDM_DISABLE"] = "1"  # read at import; transformers' own switch leaves out the bar of GGUF files
     try:
         import torch
         import transformers
