@@ -57,6 +57,10 @@ class Drafter:
 
     def observe(self, taps: np.ndarray) -> None:
         """Take the taps fp32 [n, m*H] of the n tokens committed since the last call, in order. They are copied."""
+        if taps.ndim != 2 or taps.dtype != np.float32:
+            raise UsageError(
+                f"drafter: taps {taps.dtype} {list(taps.shape)}; give float32 [tokens, taps * hidden size]"
+            )
         if self.observed + len(taps) > self.limit:
             raise UsageError(f"drafter: the context is full ({self.limit} tokens); start a new request")
         if self._waiting and sum(map(len, self._waiting)) + len(taps) > self.chunk:

@@ -101,6 +101,10 @@ class Session:
         before anything has changed, for a bad option, an empty prompt, or one that does not fit in the context.
         DSparkError when the iterator goes on after another turn on the same decoder began.
         """
+        known = [field.name for field in dataclasses.fields(Options)]
+        for name in options:
+            if name not in known:
+                raise UsageError(f"option {name!r}: not known in this version; there are {', '.join(known)}")
         chosen = Options(**options)
         rules, (kept, added) = self._rules(chosen), self._encode(prompt)
         self._turns += 1

@@ -291,3 +291,15 @@ def test_two_drafters_on_one_engine(decoder):
         first.propose(1, taps)
     first.reset()
     assert first.propose(1, taps).tokens == alone
+
+
+def test_taps_of_another_form_are_refused(decoder):
+    drafter = Drafter(decoder.drafter_engine, decoder.manifest.drafter, 64)
+    for taps in (np.ones(8, np.float32), np.ones((2, 8), np.float16)):
+        with pytest.raises(UsageError, match=r"float32 \[tokens, taps"):
+            drafter.propose(1, taps)
+
+
+def test_an_unknown_option_is_named(decoder):
+    with pytest.raises(UsageError, match="'temperature': not known"):
+        decoder.generate(PROMPT, temperature=0.7)
