@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+import tokenizers
+
 from dspark import __version__
 from dspark.errors import DSparkError, UsageError
 from dspark.manifest import MANIFEST, FileEntry, Manifest
@@ -20,7 +22,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # Their versions decide what the graphs look like.
 _TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -81,6 +83,7 @@ def write_target_files(files: dict[str, bytes], folder: Path) -> None:
     A chat template that lies inside tokenizer_config.json is put beside it as well, where the runtime looks for it.
     """
     for name, content in files.items():
+        _check_readable(name, content)
         (folder / name).write_bytes(content)
     if CHAT_TEMPLATE not in files and TOKENIZER_CONFIG in files:
         template = json.loads(files[TOKENIZER_CONFIG]).get("chat_template")
@@ -88,6 +91,20 @@ def write_target_files(files: dict[str, bytes], folder: Path) -> None:
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         if isinstance(template, str):
             (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def _check_readable(name: str, content: bytes) -> None:
+    """What the runtime could not read is refused now, not when the bundle is used."""
+    try:
+        if name == "tokenizer.json":
+            tokenizers.Tokenizer.from_buffer(content)
+        elif name.endswith(".json"):
+            if not isinstance(json.loads(content), dict):
+                raise ValueError("not a JSON object")
+        elif name.endswith(".jinja"):
+            content.decode("utf-8")
+    except Exception as error:  # tokenizers raises plain Exception
+        raise UsageError(f"target: {name} cannot be read ({error}); repair the target's folder") from error
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

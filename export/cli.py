@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dspark import __version__
-from dspark.errors import DSparkError, UsageError
+from dspark.errors import DSparkError, UsageError, unexpected
 from dspark.export.demo import DEMO, demo_drafter, demo_target
 from dspark.export.progress import Progress
 
@@ -60,10 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # A terminated export has to clean up after itself like an interrupted one.
         with contextlib.suppress(ValueError):  # only the main thread may
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, lambda *_: sys.exit(TERMINATED))
         report = _run(build_parser().parse_args(arguments))
     except DSparkError as error:
         return _fail(str(error), error.exit_code, "--json" in arguments)
+    except Exception as error:
+        return _fail(unexpected(error), 1, "--json" in arguments)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was kept", INTERRUPTED, "--json" in arguments)
     if "--json" in arguments:

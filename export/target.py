@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dspark.errors import UsageError
@@ -224,7 +223,7 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a config's every fault has another class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
             f"target {source}: transformers cannot load it as a causal language model ({reason})"
@@ -282,7 +281,14 @@ def _stop_token_ids(model: transformers.PreTrainedModel) -> tuple[int, ...]:
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     if ids is None:
         ids = model.config.get_text_config().eos_token_id
-    return tuple([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    stops = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    size = model.get_output_embeddings().weight.shape[0]
+    for stop in stops:
+        if isinstance(stop, bool) or not isinstance(stop, int) or not 0 <= stop < size:
+            raise UsageError(
+                f"target: eos_token_id {stop!r} is no token; ids go from 0 to {size - 1}: repair its config"
+            )
+    return tuple(stops)
 
 
 def _probe(model: transformers.PreTrainedModel) -> tuple[LayerCache, ...]:

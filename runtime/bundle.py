@@ -34,6 +34,11 @@ def open_bundle(folder: str | Path) -> Bundle:
     _check_values(manifest, str(folder / MANIFEST))
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry)
+    for file in folder.rglob("*"):
+        # A graph's weights or a template that nobody hashed would be used unchecked.
+        name = file.relative_to(folder).as_posix()
+        if file.is_file() and name != MANIFEST and name not in manifest.files and not file.name.startswith("."):
+            raise UsageError(f"{file}: is not in the manifest; remove it, or export the bundle again")
     return Bundle(folder, manifest)
 
 

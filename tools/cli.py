@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from dspark import __version__
-from dspark.errors import DSparkError, UsageError
+from dspark.errors import DSparkError, UsageError, unexpected
 from dspark.tools import commands
 
 
@@ -42,13 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DSparkError as error:
         print(f"dspark {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"dspark {args.command}: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader of our output went away. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        print(f"dspark {args.command}: error: {unexpected(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"dspark {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -209,3 +209,12 @@ class TestExport:
         with pytest.raises(DSparkError, match="parity failed: drafter graph, form portable, output 'draft_") as caught:
             export(pair, tmp_path / "engines")
         assert caught.value.exit_code == 1 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [("tokenizer.json", b'{"a":'), ("tokenizer_config.json", b"[]"), ("chat_template.jinja", b"\xff\xfe")],
+)
+def test_what_the_runtime_cannot_read_is_refused_at_export(tmp_path, name, content):
+    with pytest.raises(UsageError, match=f"{name} cannot be read"):
+        bundle.write_target_files({name: content}, tmp_path)

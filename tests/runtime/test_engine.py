@@ -1,6 +1,7 @@
 """ONNX Runtime on a tiny exported pair: caches in place, nothing read that was not written, sessions and limits."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 
@@ -303,3 +304,11 @@ def test_taps_of_another_form_are_refused(decoder):
 def test_an_unknown_option_is_named(decoder):
     with pytest.raises(UsageError, match="'temperature': not known"):
         decoder.generate(PROMPT, temperature=0.7)
+
+
+def test_a_file_that_the_manifest_does_not_list(bundle, tmp_path):
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy)
+    (copy / "onnx" / "more.data").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"more\.data: is not in the manifest"):
+        open_bundle(copy)

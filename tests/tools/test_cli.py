@@ -110,3 +110,20 @@ def test_a_reader_that_went_away(pairs):
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_an_unforeseen_error_is_one_line(monkeypatch, capsys):
+    def run(args):
+        raise ZeroDivisionError("by zero\nmore")
+
+    monkeypatch.setattr("dspark.tools.commands.inspect.run", run)
+    assert main(["inspect", "nowhere"]) == 1
+    captured = capsys.readouterr()
+    assert (
+        captured.out == ""
+        and captured.err.count("\n") == 1
+        and "unexpected ZeroDivisionError: by zero;" in captured.err
+    )
+    monkeypatch.setenv("DSPARK_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["inspect", "nowhere"])
