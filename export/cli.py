@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import signal
 import sys
 import warnings
@@ -19,6 +18,7 @@ from dspark import __version__
 from dspark.errors import DSparkError, UsageError, unexpected
 from dspark.export.demo import DEMO, demo_drafter, demo_target
 from dspark.export.progress import Progress
+from dspark.export.quiet import import_quietly
 
 INTERRUPTED, TERMINATED = 130, 143  # exit codes, as shells count signals
 
@@ -139,9 +139,8 @@ def _inputs(args: argparse.Namespace) -> tuple[Path, str]:
 
 
 def _import_build():
-    os.environ["TQDM_DISABLE"] = "1"  # read at import; transformers' own switch leaves out the bar of GGUF files
     try:
-        import transformers
+        import_quietly()
 
         from dspark.export import build
     except ModuleNotFoundError as error:
@@ -149,8 +148,6 @@ def _import_build():
     # The libraries' deprecations, optional parts and own bars are no concern of the user.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     return build
 
 

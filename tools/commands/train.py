@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -55,17 +54,16 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{option.replace('_', '-')}: {value} is not a positive number")
     if not args.learning_rate > 0:
         raise UsageError(f"--learning-rate: {args.learning_rate} is not a positive number")
-    os.environ["TQDM_DISABLE"] = "1"  # read at import; transformers' own switch leaves out the bar of GGUF files
     try:
         import torch
-        import transformers
 
+        from dspark.export.quiet import import_quietly
+
+        import_quietly()  # before anything that imports transformers
         from dspark.tools.training.batches import Recipe
         from dspark.tools.training.pipeline import Job, run_training
     except ModuleNotFoundError as error:
         raise DSparkError(f"package {error.name!r} is not installed; run `pip install '.[export]'`") from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
     job = Job(
