@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROMPT := Write a Python function that checks whether a list contains duplicates.
 
-.PHONY: help setup demo test lint mypy format bench train-demo
+.PHONY: help setup demo test lint mypy format bench train-demo train-twin
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,11 +40,18 @@ format: $(READY)  ## let ruff rewrite what it can
 bench: $(BUNDLE)/manifest.json  ## speed and acceptance on all held-out prompts
 	$(BIN)/dspark bench $(BUNDLE) --confidence-threshold 0.3 --confidence-threshold 0.5
 
+# Twice $(STEPS) steps: the backbone alone with blocks of 5, then everything with blocks of 7.
+TRAIN := $(BIN)/dspark train --target demo --prompts demo/prompts/train.jsonl --heldout demo/prompts/heldout.jsonl \
+  --layers 2 --taps 1,8,15,22,28 --draft-vocab-size 12288 --mask-token-id 16 --steps $(STEPS) \
+  --learning-rate 2e-3 --max-new-tokens 160 --work build/train
+
 train-demo: $(READY)  ## train the demo's drafter again (hours on a CPU; resumes)
-	$(BIN)/dspark train --target demo --prompts demo/prompts/train.jsonl --heldout demo/prompts/heldout.jsonl \
-	  --layers 2 --block-size 5 --taps 1,8,15,22,28 --draft-vocab-size 12288 --mask-token-id 16 --steps $(STEPS) \
-	  --learning-rate 2e-3 --max-new-tokens 160 \
-	  --work build/train --out build/drafter
+	[ -d build/backbone ] || $(TRAIN) --markov-head none --block-size 5 --out build/backbone
+	$(TRAIN) --markov-head rnn --markov-rank 128 --block-size 7 --seed 1 --start-from build/backbone --out build/drafter
+
+train-twin: $(READY)  ## train the DFlash drafter that the demo's is compared with
+	[ -d build/twin-5 ] || $(TRAIN) --objective dflash --markov-head none --block-size 5 --out build/twin-5
+	$(TRAIN) --objective dflash --markov-head none --block-size 7 --seed 1 --start-from build/twin-5 --out build/twin
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -37,6 +37,10 @@ def add_parser(subparsers) -> None:
     drafter.add_argument("--mask-token-id", type=int, metavar="I", help="an id that no text uses (the mask token)")
 
     recipe = parser.add_argument_group("recipe")
+    recipe.add_argument(
+        "--objective", choices=("dspark", "dflash"), default="dspark", help="dflash: cross-entropy alone (dspark)"
+    )
+    recipe.add_argument("--start-from", type=Path, metavar="DIR", help="a drafter to go on from (the target's layers)")
     recipe.add_argument("--steps", type=int, default=5000, metavar="N", help="optimizer steps (5000)")
     recipe.add_argument("--texts", type=int, default=8, metavar="N", help="texts of a step (8)")
     recipe.add_argument("--anchors", type=int, default=32, metavar="N", help="random anchors in each text (32)")
@@ -80,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
         markov_head=args.markov_head,
         markov_rank=args.markov_rank,
         max_new_tokens=args.max_new_tokens,
+        start_from=args.start_from,
         recipe=Recipe(
             steps=args.steps,
             texts=args.texts,
             anchors=args.anchors,
             learning_rate=args.learning_rate,
+            objective=args.objective,
             seed=args.seed,
         ),
     )

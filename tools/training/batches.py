@@ -20,6 +20,7 @@ class Recipe:
     texts: int = 8
     anchors: int = 32
     learning_rate: float = 1e-3
+    objective: str = "dspark"  # see loss.OBJECTIVES
     warmup: int = 100
     cooldown: float = 0.3  # the last share of the steps, over which the rate falls to 0
     decay: float = 4.0  # of the position weights exp(-(k - 1) / decay)

@@ -57,10 +57,11 @@ def block_states(drafter: Drafter, batch: Batch) -> Tensor:
     return hidden.view(b * a, gamma, -1)
 
 
-def losses(drafter: Drafter, batch: Batch, lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def losses(drafter: Drafter, batch: Batch, lm_head: Tensor, objective: str) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, L1 distance [N], confidence logits [N] or empty) of a batch on the drafter's device.
 
-    lm_head [Vd, H] is the frozen head in the dtype that the logits are computed in (bf16).
+    lm_head [Vd, H] is the frozen head in the dtype that the logits are computed in (bf16). The confidence loss trains
+    the confidence head alone: a small backbone has nothing to spare for it.
     """
     gamma = batch.tokens.shape[-1]
     with torch.autocast(lm_head.device.type, dtype=torch.bfloat16):
@@ -71,11 +72,11 @@ def losses(drafter: Drafter, batch: Batch, lm_head: Tensor) -> tuple[Tensor, Ten
             e = markov.teacher_forced(previous, hidden)
             x = torch.cat((x, e.flatten(0, 1).to(x.dtype)), dim=-1)
             w2 = markov.markov_w2.weight
-        loss, distance = DistributionLoss.apply(x.to(lm_head.dtype), lm_head, w2, batch.targets)
+        loss, distance = DistributionLoss.apply(x.to(lm_head.dtype), lm_head, w2, batch.targets, objective)
     logits = torch.empty(0)
     if drafter.confidence_head is not None:
-        embedding = None if markov is None else markov.markov_w1(previous)
-        logits = drafter.confidence_head.logit(hidden.float(), embedding).flatten()
+        embedding = None if markov is None else markov.markov_w1(previous).detach()
+        logits = drafter.confidence_head.logit(hidden.detach().float(), embedding).flatten()
         loss = loss + confidence_loss(logits, distance, batch.targets.weight)
     return loss, distance, logits
 

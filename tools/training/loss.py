@@ -2,8 +2,9 @@
 
     0.1 * cross-entropy + 0.9 * ||p_draft - p_target||_1 + 1.0 * BCE(confidence, 1 - 0.5 * ||p_draft - p_target||_1)
 
-weighted per position by exp(-(k - 1) / decay). Logits over the vocabulary are the largest tensors of the training by
-far, so the distribution part computes its own gradient chunk by chunk and never holds them all.
+or, as DeepSpec trains DFlash, cross-entropy alone. Weighted per position by exp(-(k - 1) / decay). Logits over the
+vocabulary are the largest tensors of the training by far, so the distribution part computes its own gradient chunk by
+chunk and never holds them all.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
+OBJECTIVES = {"dspark": (0.1, 0.9), "dflash": (1.0, 0.0)}  # the weights of cross-entropy and of the L1 distance
 CHUNK = 128  # rows; keeps a chunk's logits in the last-level cache
 
 
@@ -33,14 +34,17 @@ class Targets:
 
 
 class DistributionLoss(torch.autograd.Function):
-    """(x [N, F], lm_head [Vd, H], w2 [Vd, r] or None, targets) -> (weighted loss, L1 distance [N], no gradient).
+    """(x [N, F], lm_head [Vd, H], w2 [Vd, r] or None, targets, objective) -> (weighted loss, L1 distance [N]).
+
+    The distance has no gradient of its own. `objective` is a key of OBJECTIVES.
 
     x is the hidden state, or [h ; e] with the Markov head's e, F = H (+ r); logits = x [lm_head | w2]^T. lm_head is the
     target's and frozen: it gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, lm_head: Tensor, w2: Tensor | None, targets: Targets):
+    def forward(ctx, x: Tensor, lm_head: Tensor, w2: Tensor | None, targets: Targets, objective: str):
+        ce, tv = OBJECTIVES[objective]
         head = lm_head if w2 is None else torch.cat((lm_head, w2.to(lm_head.dtype)), dim=1)
         rows, vocab = x.shape[0], head.shape[0]
         grad_x = torch.empty_like(x)
@@ -60,11 +64,11 @@ class DistributionLoss(torch.autograd.Function):
             difference = p - t
             sign = difference.sign()
             distance[part] = difference.abs_().sum(-1) + (1 - t.sum(-1)).clamp_(min=0)
-            loss += (weight * (CROSS_ENTROPY * cross_entropy + TOTAL_VARIATION * distance[part])).sum()
+            loss += (weight * (ce * cross_entropy + tv * distance[part])).sum()
             # With s = sign(p - t): d L1 / dz = p * (s - <p, s>); d CE / dz = p - onehot(label).
-            grad = sign.sub_((p * sign).sum(-1, keepdim=True)).mul_(TOTAL_VARIATION)
-            grad = grad.add_(CROSS_ENTROPY * known[:, None]).mul_(p)
-            grad[torch.arange(n, device=x.device), label] -= CROSS_ENTROPY * known
+            grad = sign.sub_((p * sign).sum(-1, keepdim=True)).mul_(tv)
+            grad = grad.add_(ce * known[:, None]).mul_(p)
+            grad[torch.arange(n, device=x.device), label] -= ce * known
             grad = grad.mul_(weight[:, None]).to(x.dtype)
             grad_x[part] = grad @ head
             if grad_w2 is not None:
@@ -76,11 +80,11 @@ class DistributionLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor, _):
         grad_x, grad_w2 = ctx.saved_tensors
-        return grad_x * grad_loss, None, None if grad_w2 is None else grad_w2 * grad_loss, None
+        return grad_x * grad_loss, None, None if grad_w2 is None else grad_w2 * grad_loss, None, None
 
 
 def confidence_loss(logits: Tensor, distance: Tensor, weight: Tensor) -> Tensor:
     """Weighted BCE of the confidence logits [N] against the acceptance chance 1 - L1/2 of the same positions."""
     label = (1 - 0.5 * distance).clamp(0, 1)
     losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
-    return CONFIDENCE * (weight * losses).sum()
+    return (weight * losses).sum()

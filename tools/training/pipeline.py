@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from dspark.errors import UsageError
+from dspark.export.checkpoints import load_checkpoint
 from dspark.export.config import DrafterConfig
 from dspark.export.demo import DEMO, demo_target
 from dspark.export.modules import Drafter
@@ -26,7 +27,7 @@ from .checkpoint import save_drafter
 from .features import Features, write_features
 from .progress import progress
 from .responses import read_responses, write_responses
-from .start import choose_vocabulary, default_taps, drafter_config, initialise, target_weights
+from .start import choose_vocabulary, continue_from, default_taps, drafter_config, initialise, target_weights
 from .trainer import acceptance, frozen_head, train
 
 EVALUATED = 25  # held-out texts of a kind that a training looks at on its way; the end looks at all
@@ -52,6 +53,7 @@ class Job:
     markov_head: str = "vanilla"
     markov_rank: int = 64
     max_new_tokens: int = 192
+    start_from: Path | None = None  # a checkpoint folder of the same target
 
 
 def run_training(job: Job, log: Log) -> dict:
@@ -64,6 +66,7 @@ def run_training(job: Job, log: Log) -> dict:
     clock = _Stopwatch()
     model, tokenizer = load(job.target, torch.bfloat16)
     config = configure(job, model.config, tokenizer)
+    start = load_checkpoint(job.start_from) if job.start_from else None
     claim(job)
     model.to(device)
     for name in sets:
@@ -81,7 +84,12 @@ def run_training(job: Job, log: Log) -> dict:
     del model
 
     d2t = choose_vocabulary(features["train"].tokens, config.draft_vocab_size, config.vocab_size)
-    drafter = new_drafter(job, config, d2t).to(device)
+    if start is not None:
+        d2t = start.tensors.get("d2t", d2t)
+    drafter = new_drafter(job, config, d2t)
+    if start is not None:
+        continue_from(drafter, start)
+    drafter.to(device)
     samplers = {name: sampler_of(part, config, job.recipe, d2t) for name, part in features.items()}
     lm_head = frozen_head(drafter)
 
@@ -89,7 +97,7 @@ def run_training(job: Job, log: Log) -> dict:
         return acceptance(drafter, samplers["heldout"], lm_head, limit) if "heldout" in samplers else {}
 
     tokens = len(features["train"].tokens)
-    checkpoint = job.work / f"training-{job.markov_head}-{fingerprint(config, job.recipe, tokens)}.pt"
+    checkpoint = job.work / f"training-{job.markov_head}-{fingerprint(config, job.recipe, tokens, job.start_from)}.pt"
     train(drafter, samplers["train"], job.recipe, checkpoint, evaluate, log=log)
     heldout = evaluate(None)
     clock.lap("training")
@@ -175,9 +183,10 @@ def sampler_of(features: Features, config: DrafterConfig, recipe: Recipe, d2t: t
     return sampler
 
 
-def fingerprint(config: DrafterConfig, recipe: Recipe, tokens: int) -> str:
-    """8 hex digits that tell drafters, recipes and amounts of data apart: only the same training resumes."""
-    all_of_it = json.dumps([dataclasses.asdict(config), dataclasses.asdict(recipe), tokens], sort_keys=True)
+def fingerprint(config: DrafterConfig, recipe: Recipe, tokens: int, start_from: Path | None) -> str:
+    """8 hex digits that tell drafters, recipes, amounts of data and starts apart: only the same training resumes."""
+    parts = [dataclasses.asdict(config), dataclasses.asdict(recipe), tokens, str(start_from or "")]
+    all_of_it = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(all_of_it.encode()).hexdigest()[:8]
 
 

@@ -2,14 +2,17 @@
 
 import math
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dspark.errors import UsageError
+from dspark.export.checkpoints.checkpoint import Checkpoint
 from dspark.export.config import DrafterConfig
 from dspark.export.modules import Drafter
+from dspark.export.modules.markov import RnnMarkovHead
 
 
 def choose_vocabulary(tokens: Tensor, size: int, vocab_size: int) -> Tensor | None:
@@ -98,6 +101,25 @@ def target_weights(model: Any, layers: int) -> dict:
     }
 
 
+def continue_from(drafter: Drafter, checkpoint: Checkpoint) -> None:
+    """Take over what the drafter has in common with a trained one: all of it but heads that one of them lacks.
+
+    UsageError where the two differ in more than block length and heads.
+    """
+    heads = ("block_size", "markov_head_type", "markov_rank", "confidence", "confidence_with_markov")
+    mine, theirs = asdict(drafter.config), asdict(checkpoint.config)
+    for key in mine.keys() - set(heads):
+        if mine[key] != theirs[key]:
+            raise UsageError(
+                f"--start-from {checkpoint.folder}: its {key} is {theirs[key]}, this training's {mine[key]}"
+            )
+    with torch.no_grad():
+        for name, value in drafter.state_dict().items():
+            found = checkpoint.tensors.get(name)
+            if found is not None and found.shape == value.shape:
+                value.copy_(found)
+
+
 def initialise(drafter: Drafter, target: dict, d2t: Tensor | None) -> None:
     """Start from the target: its embedding and head, its last layers, the last tap as the context."""
     config = drafter.config
@@ -119,6 +141,10 @@ def initialise(drafter: Drafter, target: dict, d2t: Tensor | None) -> None:
             w1 = centred @ directions[: config.markov_rank].T
             drafter.markov_head.markov_w1.weight.copy_(w1 / w1.std())
             nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+            if isinstance(drafter.markov_head, RnnMarkovHead):  # e near W1[prev], as in the vanilla head
+                nn.init.zeros_(drafter.markov_head.joint_proj.bias)
+                output = drafter.markov_head.joint_proj.weight[2 * config.markov_rank :].mul_(0.1)
+                output[:, config.markov_rank : 2 * config.markov_rank] += 0.5 * torch.eye(config.markov_rank)
         if drafter.confidence_head is not None:
             nn.init.zeros_(drafter.confidence_head.proj.weight)
             nn.init.zeros_(drafter.confidence_head.proj.bias)

@@ -60,7 +60,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step)
         batch = sampler.batch(step).to(device)
-        loss, distance, _ = losses(drafter, batch, lm_head)
+        loss, distance, _ = losses(drafter, batch, lm_head, recipe.objective)
         if not torch.isfinite(loss):
             raise DSparkError(f"training: the loss is {loss.item()} at step {step}; lower the learning rate")
         optimizer.zero_grad(set_to_none=True)

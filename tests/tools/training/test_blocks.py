@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,8 +126,31 @@ def test_a_gradient_reaches_every_trained_parameter(features, make_config):
         sampler.set_vocabulary(None)
         for part in (drafter.embed_tokens, drafter.lm_head):
             part.requires_grad_(False)
-        loss, distance, logits = losses(drafter, sampler.batch(0), drafter.lm_head.weight.detach().bfloat16())
+        loss, distance, logits = losses(drafter, sampler.batch(0), drafter.lm_head.weight.detach().bfloat16(), "dspark")
         loss.backward()
         assert distance.shape == (2 * 3 * 4,) and logits.shape == (distance.shape if head != "none" else (0,))
         without = [n for n, p in drafter.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
         assert without == []
+
+
+def test_the_confidence_loss_trains_the_confidence_head_alone(features, make_config):
+    def gradients(drafter):
+        config = drafter.config
+        sampler = Sampler(features, config, Recipe(texts=2, anchors=3))
+        sampler.set_vocabulary(None)
+        losses(drafter, sampler.batch(0), drafter.lm_head.weight.detach().bfloat16(), "dspark")[0].backward()
+        return {
+            name: p.grad
+            for name, p in drafter.named_parameters()
+            if p.grad is not None and not name.startswith("confidence_head")
+        }
+
+    for head in ("vanilla", "rnn"):
+        config = replace(make_config(head), confidence=True, confidence_with_markov=True)
+        drafter = random_drafter(config)
+        bare = Drafter(replace(config, confidence=False, confidence_with_markov=False))
+        bare.load_state_dict(drafter.state_dict(), strict=False)
+        with_it, without = gradients(drafter), gradients(bare)
+        assert with_it.keys() == without.keys()
+        for name, gradient in with_it.items():
+            assert torch.equal(gradient, without[name]), name

@@ -3,8 +3,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.errors import UsageError
+from dspark.export.checkpoints import load_checkpoint
 from dspark.export.modules import Drafter
-from dspark.tools.training.start import choose_vocabulary, default_taps, drafter_config, initialise, target_weights
+from dspark.tools.training.checkpoint import save_drafter
+from dspark.tools.training.start import (
+    choose_vocabulary,
+    continue_from,
+    default_taps,
+    drafter_config,
+    initialise,
+    target_weights,
+)
 
 
 def test_the_most_frequent_tokens_are_chosen_and_the_lowest_ids_fill_up():
@@ -82,3 +91,34 @@ def test_a_drafter_starts_from_the_last_layers_of_its_target():
     last_tap = drafter.fc.weight[:, -32:]
     assert torch.linalg.matrix_norm(last_tap - torch.eye(32)) < 0.15 * torch.linalg.matrix_norm(last_tap)
     assert not drafter.markov_head.markov_w2.weight.any()  # the start is the base logits alone
+
+
+def trained(tmp_path, **changes):
+    """A checkpoint folder with random weights, as read back."""
+    torch.manual_seed(1)
+    drafter = Drafter(drafter_config(TARGET, **{**OPTIONS, "draft_vocab_size": 20, **changes}))
+    drafter.d2t += torch.arange(20) // 2
+    save_drafter(drafter, tmp_path / "first")
+    return load_checkpoint(tmp_path / "first")
+
+
+def test_a_training_goes_on_from_another_drafter_whatever_its_head(tmp_path):
+    checkpoint = trained(tmp_path, markov_head_type="none")
+    drafter = Drafter(drafter_config(TARGET, **{**OPTIONS, "draft_vocab_size": 20, "markov_head_type": "rnn"}))
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    continue_from(drafter, checkpoint)
+    after = drafter.state_dict()
+    assert len(checkpoint.tensors) > 20
+    for name, value in checkpoint.tensors.items():
+        assert torch.equal(after[name], value.to(after[name].dtype)), name
+    heads = {name for name in before if torch.equal(before[name], after[name])}
+    assert heads >= {"markov_head.markov_w1.weight", "markov_head.joint_proj.weight", "confidence_head.proj.weight"}
+
+
+@pytest.mark.parametrize(
+    "changes, key", [({"layers": 1}, "num_hidden_layers"), ({"target_layer_ids": (0, 2)}, "target_layer_ids")]
+)
+def test_a_drafter_of_other_sizes_is_no_start(tmp_path, changes, key):
+    drafter = Drafter(drafter_config(TARGET, **{**OPTIONS, "draft_vocab_size": 20}))
+    with pytest.raises(UsageError, match=f"--start-from .*first: its {key} is .*, this training's "):
+        continue_from(drafter, trained(tmp_path, **changes))
