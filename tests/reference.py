@@ -80,9 +80,12 @@ class AttentionCase:
 
 def block_attention(
     q, k, v, key_cache, value_cache, row_start, length, pages,
-    context_k=None, context_v=None, context_start=None, *, causal, window, scale, softcap,
+    context_k=None, context_v=None, context_start=None, *, causal, window, scale, softcap, sinks=None,
 ):  # fmt: skip
-    """(out, key cache, value cache) in float64; plugins/README.md says the same in words."""
+    """(out, key cache, value cache) in float64; plugins/README.md says the same in words.
+
+    sinks [Hq] is no input of the op but of its kernel: one more score of each head, without a value.
+    """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     caches = [key_cache.astype(np.float64), value_cache.astype(np.float64)]
     out = np.zeros_like(q)
@@ -115,7 +118,8 @@ def block_attention(
                 if softcap:
                     scores = softcap * np.tanh(scores / softcap)
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights / weights.sum() @ np.array(values)
+                total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - scores.max()))
+                out[row, head] = weights / total @ np.array(values)
         if causal:
             for i, row in enumerate(block):
                 put(request, committed + i, (k[row], v[row]))
@@ -212,9 +216,14 @@ class MarkovCase:
 
 def markov_argmax(
     base_logits, anchors, hidden, w1=None, w2=None, head_weight=None, head_bias=None,
-    confidence_weight=None, confidence_bias=None, d2t=None, *, head, confidence_with_markov,
+    confidence_weight=None, confidence_bias=None, d2t=None, *, head, confidence_with_markov, noise=None,
+    temperature=None,
 ):  # fmt: skip
-    """(tokens int64, confidence, corrected logits) in float64, one request and one position after another."""
+    """(tokens int64, confidence, corrected logits) in float64, one request and one position after another.
+
+    noise [R, G, Vd] and temperature [R], both or none, are no inputs of the op but of its kernel: where a request's
+    temperature is above 0 its tokens are argmaxes of logits / temperature + noise.
+    """
     requests, gamma, _ = base_logits.shape
     tokens = np.zeros((requests, gamma), np.int64)
     confidence, logits = np.ones((requests, gamma)), base_logits.astype(np.float64).copy()
@@ -240,7 +249,10 @@ def markov_argmax(
             if confidence_weight is not None:
                 x = np.concatenate((h, embedding)) if confidence_with_markov else h
                 confidence[request, k] = sigmoid(confidence_weight @ x + confidence_bias[0])
-            chosen = int(np.argmax(logits[request, k]))
+            score = logits[request, k]
+            if noise is not None and temperature[request] > 0:
+                score = score / np.float64(temperature[request]) + noise[request, k]
+            chosen = int(np.argmax(score))
             previous = tokens[request, k] = chosen + (0 if d2t is None else d2t[chosen])
     return tokens, confidence, logits
 

@@ -1,0 +1,3 @@
+// The runner with its buffers on a GPU.
+#define DSPARK_DEVICE_RUNNER
+#include "runner.cpp"

@@ -1,0 +1,47 @@
+"""The Markov and acceptance kernels as nvcc compiles them: for every architecture, without spills."""
+
+import re
+import shutil
+import subprocess
+
+import host_library
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc not found")
+ARCHITECTURES = [80, *(pytest.param(a, marks=pytest.mark.slow) for a in (86, 89, 90, 100, 120))]
+SOURCES = {
+    "markov": """
+#include "dspark/markov_argmax.cuh"
+dspark::Status call(const dspark::MarkovArgmax& params, void* workspace, size_t bytes, dspark::Stream stream) {
+    return dspark::markov_argmax(params, workspace, bytes, stream);
+}
+""",
+    "acceptance": """
+#include "dspark/accept.cuh"
+dspark::Status call(const dspark::Accept& params, void* workspace, size_t bytes, dspark::Stream stream) {
+    return dspark::accept(params, workspace, bytes, stream);
+}
+""",
+}
+# Instances of each kernel: paths and dtypes.
+KERNELS = {
+    "markov": {"begin": 6, "head_step": 8, "vocabulary": 10, "finish": 6},
+    "acceptance": {"rows": 3, "decide": 3, "masses": 3, "draw": 3},
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", SOURCES)
+def test_kernels_compile_without_spills(tmp_path, name, architecture):
+    source = tmp_path / f"{name}.cu"
+    source.write_text(SOURCES[name])
+    command = ["nvcc", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-Werror", "all-warnings"]
+    command += [f"-I{host_library.ROOT / 'plugins' / 'include'}", "-c", source, "-o", tmp_path / f"{name}.o"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict.fromkeys(KERNELS[name], 0)
+    for entry in done.stderr.split("Compiling entry function")[1:]:
+        kernel = re.search(rf"{name}\d+({'|'.join(KERNELS[name])})", entry)[1]
+        found[kernel] += 1
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in entry, entry
+    assert found == KERNELS[name]
