@@ -6,9 +6,12 @@ STEPS ?= 2200
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# TensorRT's headers: those of TENSORRT_ROOT, else the ones that a wheel carries (Apache-2.0).
+TENSORRT_ROOT ?=
+HEADERS := build/tensorrt/kernel_lens/include/tensorrt/NvInferRuntime.h
 PROMPT := Write a Python function that checks whether a list contains duplicates.
 
-.PHONY: help setup demo test lint mypy format bench train-demo train-twin
+.PHONY: help setup demo test lint mypy format bench train-demo plugins train-twin
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,7 +22,7 @@ demo: $(BUNDLE)/manifest.json  ## export the demo pair, generate text, compare w
 	$(BIN)/dspark generate $(BUNDLE) --chat --prompt "$(PROMPT)" --max-new-tokens 128
 	$(BIN)/dspark bench $(BUNDLE) --limit 3 --max-new-tokens 96
 
-test: lint mypy  ## lint, type-check and run the tests (without slow, gpu and trt)
+test: lint mypy $(HEADERS)  ## lint, type-check and run the tests (without slow, gpu and trt)
 	$(BIN)/pytest
 
 lint: $(READY)  ## ruff: rules and format
@@ -52,6 +55,14 @@ train-demo: $(READY)  ## train the demo's drafter again (hours on a CPU; resumes
 train-twin: $(READY)  ## train the DFlash drafter that the demo's is compared with
 	[ -d build/twin-5 ] || $(TRAIN) --objective dflash --markov-head none --block-size 5 --out build/twin-5
 	$(TRAIN) --objective dflash --markov-head none --block-size 7 --seed 1 --start-from build/twin-5 --out build/twin
+
+plugins: $(if $(TENSORRT_ROOT),,$(HEADERS))  ## build the plugin library for TensorRT (needs nvcc, cmake, ninja)
+	cmake -S plugins -B build/plugins -G Ninja -DDSPARK_TENSORRT=ON -DTENSORRT_ROOT="$(TENSORRT_ROOT)"
+	cmake --build build/plugins --target dspark_plugins
+
+$(HEADERS): | $(READY)
+	$(BIN)/pip download --quiet --no-deps -d build/tensorrt kernel-lens==2.0.1
+	$(BIN)/python -m zipfile -e build/tensorrt/kernel_lens-2.0.1-py3-none-any.whl build/tensorrt
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -8,11 +8,13 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dspark.errors import UsageError
+from dspark.reading import read_object
 
 SCHEMA_VERSION = "1.0"
 MANIFEST = "manifest.json"
@@ -106,6 +108,34 @@ class Profiles:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """A TensorRT engine of a portable graph, and all that has to fit before it may be loaded."""
+
+    backend: str  # tensorrt | tensorrt-rtx
+    graph: str  # the graph's role: target | drafter
+    file: str
+    sha256: str
+    trt_version: str
+    dtype: str  # fp32 | fp16 | bf16: of weights, activations and caches; all other inputs and outputs are the graph's
+    compute_capabilities: tuple[str, ...]  # of the GPUs that it was built for, such as "8.9"
+    hardware_compatibility: str  # none | ampere-plus | same-compute-capability
+    version_compatible: bool
+    plugins: str  # SHA-256 of the plugin library that it was built with
+    profile: dict[str, tuple[int, ...]]  # dimension of the graph -> smallest, usual and largest size
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A TensorRT plugin that engines of the bundle need, and the library that has it."""
+
+    name: str
+    version: str
+    namespace: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     schema_version: str
     tool: dict[str, str]  # {"name": "dspark", "version": ..., and the exporter's packages}
@@ -117,8 +147,8 @@ class Manifest:
     io: tuple[Graph, ...]
     profiles: Profiles
     files: dict[str, FileEntry]
-    engines: tuple[dict, ...] = field(default=())
-    plugins: tuple[dict, ...] = field(default=())
+    engines: tuple[Engine, ...] = field(default=())
+    plugins: tuple[Plugin, ...] = field(default=())
     calibration: dict | None = None
     sps: dict | None = None
     parity: str | None = None  # the parity report's file
@@ -142,24 +172,44 @@ def check_path(name: str, where: str) -> None:
         raise UsageError(f"{where}: path {name!r} is not a plain relative path; the bundle is damaged or hostile")
 
 
+def sized(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape with `sizes` in the place of its symbolic dimensions; "R + 1" is R and one more."""
+    found = []
+    for dimension in shape:
+        name, _, more = str(dimension).partition(" + ")
+        if isinstance(dimension, str) and name not in sizes:
+            raise UsageError(f"the manifest has a dimension {dimension!r} that is not known; export the bundle again")
+        found.append(dimension if isinstance(dimension, int) else sizes[name] + int(more or 0))
+    return tuple(found)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Parse and check `folder`/manifest.json: schema version, every field's presence and type, every path."""
     file = folder / MANIFEST
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{file}: no such file; a bundle is a folder that dspark-export wrote") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read as JSON ({error}); export the bundle again") from error
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    raw = read_object(file, "a bundle is a folder that dspark-export wrote: export it again")
+    version = raw.get("schema_version")
     if not isinstance(version, str) or version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
         raise UsageError(f"{file}: schema_version {version!r}, expected {SCHEMA_VERSION}; export the bundle again")
     manifest = _parse(Manifest, raw, str(file), "")
     for name in [*manifest.files, *(g.file for g in manifest.io), *([manifest.parity] if manifest.parity else [])]:
         check_path(name, str(file))
-    for graph in manifest.io:
-        if graph.file not in manifest.files:
-            raise UsageError(f"{file}: graph {graph.file!r} is not in files; export the bundle again")
+    for name in (*(graph.file for graph in manifest.io), *([manifest.parity] if manifest.parity else [])):
+        if name not in manifest.files:
+            raise UsageError(f"{file}: {name!r} is not in files; export the bundle again")
+    for part in (*manifest.engines, *manifest.plugins):
+        check_path(part.file, str(file))
+        entry = manifest.files.get(part.file)
+        if entry is None or entry.sha256 != part.sha256:
+            raise UsageError(f"{file}: {part.file!r} is not in files with the same SHA-256; build the engines again")
+    for engine in manifest.engines:
+        dimensions = {"target": {"T", "L", "C"}, "drafter": {"G", "Tc", "C"}}.get(engine.graph)
+        if dimensions is None or not dimensions <= set(engine.profile) or engine.dtype not in ("fp32", "fp16", "bf16"):
+            raise UsageError(f"{file}: {engine.file}: is described wrongly; build the engines again")
+        if engine.plugins not in {plugin.sha256 for plugin in manifest.plugins}:
+            raise UsageError(f"{file}: {engine.file}: its plugin library is not listed; build the engines again")
+        for dimension, sizes in engine.profile.items():
+            if len(sizes) != 3 or not 1 <= sizes[0] <= sizes[1] <= sizes[2]:
+                raise UsageError(f"{file}: {engine.file}: profile of {dimension!r} is {sizes}; build the engines again")
     return manifest
 
 

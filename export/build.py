@@ -5,14 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dspark import manifest
 from dspark.errors import UsageError
 from dspark.export import bundle, parity
 from dspark.export.checkpoints import Checkpoint, load_checkpoint
+from dspark.export.engines import build_engines, prepare
+from dspark.export.lowering.attention import check_head_dim
 from dspark.export.lowering.onnxruntime_cpu import lower
+from dspark.export.network import Options as EngineOptions
 from dspark.export.onnx import IR_VERSION, OPSET, export_drafter, export_target
 from dspark.export.pair import assemble
-from dspark.export.parity_reference import Heads, Step, record_drafter, record_target, script
+from dspark.export.parity_reference import Heads, record_drafter, record_target
+from dspark.export.parity_script import Step, script
 from dspark.export.target import Target, load_target
 
 DEFAULT_CONTEXT = 4096  # tokens; more must be asked for, since caches are sized by it
@@ -30,6 +36,7 @@ class Options:
     max_batch_size: int = 1
     max_context_len: int | None = None
     draft_len: int | None = None
+    engines: EngineOptions | None = None  # TensorRT engines to build as well
 
 
 def export_bundle(options: Options, progress: Progress) -> manifest.Manifest:
@@ -38,12 +45,17 @@ def export_bundle(options: Options, progress: Progress) -> manifest.Manifest:
     Nothing is left behind on failure. Raises UsageError (input or options cannot be used) and DSparkError (parity
     failed, disk full).
     """
+    if options.engines is not None:
+        prepare(options.engines)
     with bundle.building(options.out) as folder:
         progress("reading the drafter")
         checkpoint = load_checkpoint(options.checkpoint)
+        check_head_dim(str(checkpoint.folder), checkpoint.config.head_dim)
         draft_len = _draft_len(options, checkpoint)
         progress("loading the target")
         target = load_target(options.target)
+        for cache in target.caches:
+            check_head_dim(f"target {options.target}", cache.head_dim)
         profiles = manifest.Profiles(options.max_batch_size, _context_len(options, checkpoint, target), draft_len)
         described = _describe_target(target)
         sources, files = dict(target.sources), dict(target.files)
@@ -68,6 +80,8 @@ def export_bundle(options: Options, progress: Progress) -> manifest.Manifest:
             parity=parity.REPORT,
         )
         bundle.write_manifest(result, folder)
+        if options.engines is not None:
+            result = build_engines(folder, options.engines, progress)
     return result
 
 
@@ -96,9 +110,9 @@ def _check(graphs: list[manifest.Graph], steps: list[Step], heads: Heads, folder
         progress(f"checking parity: {graph.role}, {graph.form}")
         file = folder / graph.file
         if graph.role == "target":
-            reports.append(parity.check_target(graph.form, file, steps))
+            reports.append(parity.check_target(graph.form, file, steps, torch.get_num_threads()))
         else:
-            reports.append(parity.check_drafter(graph.form, file, steps, heads))
+            reports.append(parity.check_drafter(graph.form, file, steps, heads, torch.get_num_threads()))
     parity.write_report(reports, folder)
 
 
@@ -112,15 +126,14 @@ def _draft_len(options: Options, checkpoint: Checkpoint) -> int:
 
 def _context_len(options: Options, checkpoint: Checkpoint, target: Target) -> int:
     limit = target.config.max_position_embeddings
-    if options.max_context_len is None:
-        return min(limit, DEFAULT_CONTEXT)
+    chosen = min(limit, DEFAULT_CONTEXT) if options.max_context_len is None else options.max_context_len
     least = checkpoint.config.block_size + 1
-    if not least <= options.max_context_len <= limit:
+    if not least <= chosen <= limit:
         raise UsageError(
-            f"--max-context-len {options.max_context_len}: must hold one verified block, {least} tokens, and at most"
+            f"--max-context-len {chosen}: must hold one verified block, block_size + 1 = {least} tokens, and at most"
             f" the target's {limit} positions"
         )
-    return options.max_context_len
+    return chosen
 
 
 def _describe_target(target: Target) -> manifest.Target:

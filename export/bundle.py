@@ -43,7 +43,7 @@ def building(out: Path) -> Iterator[Path]:
         yield aside
         aside.rename(out)
     except Exception as error:
-        known = _disk_error(error, aside, out)
+        known = _disk_error(error, aside, f"--out {out}")
         if known is None:
             raise
         raise known from error
@@ -54,15 +54,64 @@ def building(out: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def _disk_error(error: BaseException | None, aside: Path, out: Path) -> DSparkError | None:
+@contextmanager
+def adding(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside of the bundle `folder` for what will be added to it; it vanishes in any case.
+
+    Readers of a bundle pass over names that begin with a dot. Errors as in `building`.
+    """
+    aside = folder.absolute() / f".{secrets.token_hex(4)}.partial"
+    try:
+        aside.mkdir()
+        yield aside
+    except Exception as error:
+        known = _disk_error(error, aside, f"bundle {folder}")
+        if known is None:
+            raise
+        raise known from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def replace_files(folder: Path, old: Manifest, new: Manifest, files: dict[str, Path]) -> None:
+    """Turn the bundle `folder` from `old` into `new`, whose added `files` lie in a folder of `adding`.
+
+    The manifest changes in one step, when all that it names is there; what only the old one names goes after that.
+    """
+    added = [name for name in files if name not in old.files]
+    aside = folder / f".{MANIFEST}.{secrets.token_hex(4)}.partial"
+    try:
+        for name, file in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            file.replace(folder / name)
+        aside.write_text(new.to_json(), encoding="utf-8")
+        aside.replace(folder / MANIFEST)
+    except BaseException:
+        _remove(folder, added)
+        aside.unlink(missing_ok=True)
+        raise
+    _remove(folder, [name for name in old.files if name not in new.files])
+
+
+def _remove(folder: Path, names: list[str]) -> None:
+    """Remove files of a bundle, and the folders that they leave empty."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        for parent in (folder / name).parents:
+            if parent == folder or not parent.is_dir() or any(parent.iterdir()):
+                break
+            parent.rmdir()
+
+
+def _disk_error(error: BaseException | None, aside: Path, where: str) -> DSparkError | None:
     """What the disk has to do with an error, which a library may have wrapped or only quoted."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _NO_SPACE) or os.strerror(errno.ENOSPC) in str(error):
-            return DSparkError(f"--out {out}: no space left on the disk; nothing was kept, free some and run again")
+            return DSparkError(f"{where}: no space left on the disk; nothing was kept, free some and run again")
         if isinstance(error, OSError) and error.filename:
             file = Path(str(error.filename))
             if file == aside or aside in file.parents or file in aside.parents:
-                return UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
+                return UsageError(f"{where}: cannot be written ({error.strerror}); choose another folder")
         error = error.__cause__ or error.__context__
     return None
 

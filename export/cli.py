@@ -7,31 +7,24 @@ import argparse
 import contextlib
 import json
 import logging
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dspark import __version__
-from dspark.errors import DSparkError, UsageError, unexpected
+from dspark.command import Parser, run_command
+from dspark.errors import DSparkError, UsageError
 from dspark.export.demo import DEMO, demo_drafter, demo_target
 from dspark.export.progress import Progress
 from dspark.export.quiet import import_quietly
-
-INTERRUPTED, TERMINATED = 130, 143  # exit codes, as shells count signals
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
+from dspark.tensorrt import BACKENDS
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="dspark-export",
-        allow_abbrev=False,  # --json is looked for in the arguments as well, before they are parsed
         description="Export a DSpark drafter and its target model as a bundle that dspark's runtime loads.",
         epilog="Exit codes: 0 success, 1 the export failed (parity, disk), 2 wrong options or unusable input.",
     )
@@ -42,8 +35,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--target", metavar="DIR|ID|demo", help="target model: a folder, a GGUF file, a hub id, or the demo's"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="the bundle to write; must not exist")
-    parser.add_argument("--dtype", default="fp32", metavar="fp32", help="number format of the graphs (default: fp32)")
-    parser.add_argument("--backend", default="onnx", metavar="onnx", help="what to build for (default: onnx)")
+    parser.add_argument(
+        "--backend",
+        default="onnx",
+        metavar="NAME",
+        help="onnx, or tensorrt or tensorrt-rtx to build engines as well (default: onnx; later: dspark build)",
+    )
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="number format: of ONNX graphs fp32, of engines bf16 (default), fp16 or fp32"
+    )
     parser.add_argument("--max-batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)")
     parser.add_argument(
         "--max-context-len", type=int, metavar="N", help="tokens a request may hold (default: the target's, max 4096)"
@@ -57,29 +57,15 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors are one line on stderr, with --json an object on stdout too."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
-        # A terminated export has to clean up after itself like an interrupted one.
-        with contextlib.suppress(ValueError):  # only the main thread may
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, lambda *_: sys.exit(TERMINATED))
-        report = _run(build_parser().parse_args(arguments))
-    except DSparkError as error:
-        return _fail(str(error), error.exit_code, "--json" in arguments)
-    except Exception as error:
-        return _fail(unexpected(error), 1, "--json" in arguments)
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing was kept", INTERRUPTED, "--json" in arguments)
-    if "--json" in arguments:
-        print(json.dumps(report, ensure_ascii=False))
-    return 0
 
+    def run() -> int:
+        args = build_parser().parse_args(arguments)
+        report = _run(args)
+        if args.json:
+            print(json.dumps(report, ensure_ascii=False))
+        return 0
 
-def _fail(message: str, code: int, as_json: bool) -> int:
-    line = " ".join(message.split())
-    print(f"error: {line}", file=sys.stderr)
-    if as_json:
-        print(json.dumps({"error": line, "exit_code": code}, ensure_ascii=False))
-    return code
+    return run_command(run, "", "--json" in arguments, kept="; nothing was kept")
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,6 +81,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             max_batch_size=args.max_batch_size,
             max_context_len=args.max_context_len,
             draft_len=args.draft_len,
+            engines=None if args.backend == "onnx" else build.EngineOptions(args.backend, args.dtype or "bf16"),
         )
         manifest = build.export_bundle(options, progress)
         seconds = progress.seconds
@@ -114,14 +101,14 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _inputs(args: argparse.Namespace) -> tuple[Path, str]:
     """Check the options that need no model, and find the checkpoint. Returns (checkpoint folder, target)."""
-    if args.dtype in ("fp16", "bf16"):
-        raise UsageError(f"--dtype {args.dtype}: not supported yet, ONNX Runtime's CPU kernels are fp32; use fp32")
-    if args.dtype != "fp32":
-        raise UsageError(f"--dtype {args.dtype}: not known; use --dtype fp32")
-    if args.backend in ("tensorrt", "tensorrt-rtx"):
-        raise UsageError(f"--backend {args.backend}: building engines is not supported yet; use --backend onnx")
-    if args.backend != "onnx":
-        raise UsageError(f"--backend {args.backend}: not known; use --backend onnx")
+    if args.backend not in ("onnx", *BACKENDS):
+        raise UsageError(f"--backend {args.backend}: not known; use onnx, {' or '.join(BACKENDS)}")
+    if args.dtype not in (None, "fp32", "fp16", "bf16"):
+        raise UsageError(f"--dtype {args.dtype}: not known; use fp32, fp16 or bf16")
+    if args.backend == "onnx" and args.dtype in ("fp16", "bf16"):
+        raise UsageError(
+            f"--dtype {args.dtype}: not supported yet with --backend onnx, whose CPU kernels are fp32; use fp32"
+        )
     for option, value in (("--max-batch-size", args.max_batch_size), ("--max-context-len", args.max_context_len)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: must be at least 1")

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from dspark.export.config import DrafterConfig
 from dspark.export.functions import block_attention_function, markov_argmax_function
-from dspark.export.functions.markov_argmax import INPUTS as MARKOV_INPUTS
 from dspark.export.linear import linear_as_gemm
 from dspark.export.modules import Drafter
 from dspark.export.modules.ops import block_attention, markov_argmax
+from dspark.export.plugin_nodes import name_inputs
+from dspark.export.rewriting import input_names
 from dspark.export.schemas import translations
 from dspark.export.storage import WeightFile
 from dspark.export.target import Target
@@ -152,7 +153,7 @@ def export_drafter(drafter: Drafter, target: Target, folder: Path) -> Graph:
 
 def _markov_function(model: ir.Model, config: DrafterConfig) -> ir.Function:
     node = next(node for node in model.graph if node.op_type == "MarkovArgmax")
-    present = frozenset(n for n, value in zip(MARKOV_INPUTS, node.inputs, strict=False) if value is not None)
+    present = frozenset(input_names(node))
     return markov_argmax_function(OPSET, config.markov_head_type, present, config.confidence_with_markov)
 
 
@@ -187,6 +188,7 @@ def _trace(
     onnxscript.optimizer.optimize_ir(model, should_fold=lambda node: False if node.op_type == "Transpose" else None)
     onnxscript.rewriter.onnx_fusions.fuse(model)
     linear_as_gemm(model)
+    name_inputs(model)
     passes.NameFixPass()(model)
     model.ir_version, model.producer_name, model.producer_version = IR_VERSION, "dspark", None
     model.metadata_props.clear()

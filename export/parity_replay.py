@@ -8,23 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-import torch
 
-from dspark.export.parity_reference import Step, Turn
+from dspark.export.parity_script import Step, Turn
 
 PAGE = 8  # rows; small, so that the portable graphs cross page borders
 Arrays = dict[str, np.ndarray]
 
 
-def replay(role: str, form: str, file: Path, steps: list[Step]) -> Iterator[tuple[Turn, Arrays]]:
+def replay(
+    role: str, form: str, file: Path, steps: list[Step], threads: int | None = None
+) -> Iterator[tuple[Turn, Arrays]]:
     """Every turn with the outputs that the graph `file` gives it: names as in the graph, first axis rows or positions.
 
     role: target | drafter. form: `portable` runs all requests of a step in one call over shared, paged caches;
-    `onnxruntime-cpu` one request at a time over a cache that it updates in place.
+    `onnxruntime-cpu` one request at a time over a cache that it updates in place. threads:
+    None takes one per core.
     """
     rows = max(turn.length + len(turn.tokens) for step in steps for turn in step)
     feeds = target_feeds if role == "target" else drafter_feeds
-    session = open_session(file)
+    session = open_session(file, threads)
     if form == "portable":
         paged = _PagedCaches(session, rows, requests=len(steps[0]))
         for step in steps:
@@ -36,12 +38,12 @@ def replay(role: str, form: str, file: Path, steps: list[Step]) -> Iterator[tupl
             yield from _split(role, [turn], linear[turn.request].run(feeds([turn], np.zeros((2, 1), dtype=np.int32))))
 
 
-def open_session(file: Path) -> onnxruntime.InferenceSession:
+def open_session(file: Path, threads: int | None = None) -> onnxruntime.InferenceSession:
     """A session that takes no more memory than it must: weights stay mapped, none is copied into another layout."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its errors reach us as exceptions; ours is the one line about them
     options.enable_cpu_mem_arena = False
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads or 0
     options.add_session_config_entry("session.disable_prepacking", "1")
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 

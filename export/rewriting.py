@@ -46,6 +46,11 @@ def remove_unused(model: ir.Model) -> None:
     passes.RemoveUnusedNodesPass()(model)
 
 
+def input_names(node: ir.Node) -> list[str]:
+    """The names of a `dspark::` node's inputs, in the node's order (plugin_nodes.py wrote them)."""
+    return node.attributes["inputs"].as_string().split(",")
+
+
 def constant_ints(value: ir.Value | None) -> list[int] | None:
     """The integers of a constant, flattened; None where the value is not a small constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dspark.errors import UsageError
 from dspark.export.locate import locate
 from dspark.export.modules.ops import block_attention
+from dspark.export.target_config import check_folder, check_ropes
 
 ATTENTION = "dspark"
 TOKENIZER_FILES = (
@@ -215,6 +216,8 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
     from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained  # typed as giving a model alone
     try:
+        if gguf is None:
+            check_folder(folder)
         model, loaded = from_pretrained(
             folder,
             dtype=dtype,
@@ -223,13 +226,16 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
             output_loading_info=True,
             **options,
         )
+        _check_loaded(source, loaded)
+        check_ropes(model.config.get_text_config().to_dict(), lambda key, problem: _wrong_key(source, key, problem))
+        caches = _probe(model.eval().requires_grad_(False))
+    except UsageError:
+        raise
     except Exception as error:  # a config's every fault has another class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UsageError(
-            f"target {source}: transformers cannot load it as a causal language model ({reason})"
+            f"target {source}: transformers cannot run it as a causal language model ({reason})"
         ) from error
-    _check_loaded(source, loaded)
-    model.eval().requires_grad_(False)
     if gguf:
         sources, files = {gguf: folder / gguf}, _built_files(folder, gguf, model)
     else:
@@ -242,15 +248,25 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if name in sources}
         if "tokenizer.json" not in files and "tokenizer_config.json" in files:
             files |= _built_files(folder, None, model)
-    return Target(model, _probe(model), _stop_token_ids(model), sources, files)
+    return Target(model, caches, _stop_token_ids(model), sources, files)
+
+
+def _wrong_key(source: str | Path, key: str, problem: str) -> UsageError:
+    return UsageError(f"target {source}: key {key!r}: {problem}")
 
 
 def _check_loaded(source: str | Path, loaded: dict[str, Any]) -> None:
-    """transformers goes on with random values in the place of tensors that are missing or misshapen; we do not."""
+    """transformers goes on with random values in the place of tensors that are missing or misshapen, and without those
+    that the model it made has no place for; we do not. (Tables of RoPE and a tied head it knows to be superfluous.)"""
     for name in sorted(loaded["missing_keys"]):
         raise UsageError(f"target {source}: tensor {name!r} is missing; get the model again")
     for name, found, expected in sorted(loaded["mismatched_keys"]):
         raise UsageError(f"target {source}: tensor {name!r} has shape {list(found)}, expected {list(expected)}")
+    for name in sorted(loaded["unexpected_keys"]):
+        raise UsageError(
+            f"target {source}: tensor {name!r} has no place in the model that its config describes; repair the config,"
+            " or remove the tensor"
+        )
 
 
 def _resolve(source: str | Path) -> tuple[Path, str | None]:

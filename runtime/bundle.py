@@ -1,11 +1,14 @@
 """Open a bundle: nothing in it is used before its manifest, its paths, its sizes and its hashes are checked."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dspark.errors import UsageError
 from dspark.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+
+INT32 = 2**31
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,10 @@ def open_bundle(folder: str | Path) -> Bundle:
         _check_file(folder, name, entry)
     for file in folder.rglob("*"):
         # A graph's weights or a template that nobody hashed would be used unchecked.
+        # Hidden ones are not part of a bundle: a build in progress puts its files into a hidden folder.
         name = file.relative_to(folder).as_posix()
-        if file.is_file() and name != MANIFEST and name not in manifest.files and not file.name.startswith("."):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file() and name != MANIFEST and name not in manifest.files and not hidden:
             raise UsageError(f"{file}: is not in the manifest; remove it, or export the bundle again")
     return Bundle(folder, manifest)
 
@@ -66,15 +71,38 @@ def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
 def _check_values(manifest: Manifest, where: str) -> None:
     """The relations between fields that the stages rely on; a parser of single fields cannot see them."""
     drafter, target, profiles = manifest.drafter, manifest.target, manifest.profiles
+    block, taps = drafter.block_size, drafter.target_layer_ids
+    sizes = (target.hidden_size, target.vocab_size, target.layers, target.max_position_embeddings)
+    caches = [(pair.kv_heads, pair.head_dim) for graph in manifest.io for pair in graph.caches]
     claims = {
         f"drafter.layout is anchor-first (found {drafter.layout!r})": drafter.layout == "anchor-first",
-        "drafter.block_size >= 1": drafter.block_size >= 1,
-        "1 <= profiles.draft_len <= drafter.block_size": 1 <= profiles.draft_len <= drafter.block_size,
+        # The graphs count rows in int32.
+        "1 <= target's hidden_size, vocab_size, layers, max_position_embeddings < 2**31": _within(sizes, 1, INT32),
+        "1 <= drafter.block_size < profiles.max_context_len <= target.max_position_embeddings": (
+            1 <= block < profiles.max_context_len <= target.max_position_embeddings
+        ),
+        "1 <= profiles.draft_len <= drafter.block_size": 1 <= profiles.draft_len <= block,
+        "1 <= profiles.max_batch_size < 2**31": 1 <= profiles.max_batch_size < INT32,
         "0 <= drafter.mask_token_id < target.vocab_size": 0 <= drafter.mask_token_id < target.vocab_size,
         "1 <= drafter.draft_vocab_size <= target.vocab_size": 1 <= drafter.draft_vocab_size <= target.vocab_size,
-        "profiles.max_context_len >= 1": profiles.max_context_len >= 1,
-        "target.stop_token_ids < target.vocab_size": all(0 <= i < target.vocab_size for i in target.stop_token_ids),
+        "0 <= drafter.markov.rank < 2**31": 0 <= drafter.markov.rank < INT32,
+        "0 <= drafter.windows < 2**31": _within(drafter.windows, 0, INT32),
+        "-1 <= drafter.target_layer_ids < target.layers": _within(taps, -1, target.layers),
+        "0 <= target.stop_token_ids < target.vocab_size": _within(target.stop_token_ids, 0, target.vocab_size),
+        "0 <= io's cache_slack <= 1024": _within([graph.cache_slack for graph in manifest.io], 0, 1025),
+        "1 <= kv_heads, head_dim of io's caches < 2**31": all(_within(pair, 1, INT32) for pair in caches),
+        "0 <= sizes in io's shapes < 2**31": all(
+            _within([size for size in tensor.shape if isinstance(size, int)], 0, INT32)
+            for graph in manifest.io
+            for tensor in (*graph.inputs, *graph.outputs)
+        ),
+        "0 <= files' size": all(entry.size >= 0 for entry in (*manifest.files.values(), *manifest.source.values())),
+        "1 <= onnx.opset, onnx.ir < 2**31": _within((manifest.onnx.opset, manifest.onnx.ir), 1, INT32),
     }
     for claim, holds in claims.items():
         if not holds:
             raise UsageError(f"{where}: does not hold: {claim}; export the bundle again with this version")
+
+
+def _within(values: Iterable[int], least: int, end: int) -> bool:
+    return all(least <= value < end for value in values)

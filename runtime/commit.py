@@ -7,8 +7,7 @@ nothing is run again, and a round costs exactly one target forward.
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
+from dspark.runtime.engines.base import Rows
 from dspark.runtime.target import Target
 from dspark.runtime.verify import Verdict
 
@@ -18,7 +17,7 @@ Kind = Literal["full", "partial"]
 @dataclass(frozen=True)
 class Commit:
     kind: Kind  # full: every verified row was kept; partial: a prefix of them
-    taps: np.ndarray | None  # fp32 [n+1, m*H] of the kept rows; valid until the target's next forward
+    taps: Rows | None  # fp32 [n+1, m*H] of the kept rows; valid until the target's next forward
 
 
 def commit(target: Target, verdict: Verdict) -> Commit:

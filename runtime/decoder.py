@@ -8,26 +8,40 @@ from dspark.manifest import Manifest
 from dspark.runtime.bundle import Bundle, open_bundle
 from dspark.runtime.draft import Drafter
 from dspark.runtime.engines.base import Engine
-from dspark.runtime.engines.onnxruntime import FORM, OnnxRuntimeEngine
+from dspark.runtime.engines.open import ONNXRUNTIME, open_engines
 from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
 from dspark.runtime.tokens import Tokenizer, load_tokenizer
 
 
-def load(folder: str | Path, *, threads: int | None = None, max_context_len: int | None = None) -> "Decoder":
+def load(
+    folder: str | Path,
+    *,
+    backend: str = ONNXRUNTIME,
+    threads: int | None = None,
+    max_context_len: int | None = None,
+) -> "Decoder":
     """Open a bundle and load its engines.
 
-    threads: per engine run; None: one per core. max_context_len: a smaller context limit than the bundle's, in tokens.
+    backend: onnxruntime (on the CPU), or tensorrt or tensorrt-rtx where the bundle has engines for them. threads: per
+    engine run on the CPU; None: one per core. max_context_len: a smaller context limit than the bundle's, in tokens.
     UsageError when the bundle is damaged or an option is out of range; DSparkError when the backend is missing.
     """
     bundle, limit = _open(folder, threads, max_context_len)
-    target, drafter = (_engine(bundle, role, limit, threads) for role in ("target", "drafter"))
+    target, drafter = open_engines(bundle, ("target", "drafter"), backend, limit, threads)
     return Decoder(bundle.manifest, target, drafter, load_tokenizer(bundle), limit)
 
 
-def load_drafter(folder: str | Path, *, threads: int | None = None, max_context_len: int | None = None) -> Drafter:
+def load_drafter(
+    folder: str | Path,
+    *,
+    backend: str = ONNXRUNTIME,
+    threads: int | None = None,
+    max_context_len: int | None = None,
+) -> Drafter:
     """The drafter of a bundle alone, for one request of a service that runs its target elsewhere. As for `load`."""
     bundle, limit = _open(folder, threads, max_context_len)
-    return Drafter(_engine(bundle, "drafter", limit, threads), bundle.manifest.drafter, limit)
+    (engine,) = open_engines(bundle, ("drafter",), backend, limit, threads)
+    return Drafter(engine, bundle.manifest.drafter, limit)
 
 
 def _open(folder: str | Path, threads: int | None, max_context_len: int | None) -> tuple[Bundle, int]:
@@ -40,12 +54,6 @@ def _open(folder: str | Path, threads: int | None, max_context_len: int | None) 
     if threads is not None and threads < 1:
         raise UsageError(f"threads {threads}: must be at least 1")
     return bundle, limit
-
-
-def _engine(bundle: Bundle, role: str, limit: int, threads: int | None) -> Engine:
-    # A step may write rows beyond those that are committed after it; they need room too.
-    slack = bundle.manifest.graph(role, FORM).cache_slack * bundle.manifest.drafter.block_size
-    return OnnxRuntimeEngine(bundle, role, limit + slack, threads)
 
 
 class Decoder:
@@ -78,19 +86,23 @@ class Decoder:
         """Token ids of a prompt.
 
         prompt: text (with the tokenizer's own special tokens where it is the `first` of a conversation), chat messages
-        [{"role", "content"}] through the model's template, or token ids. UsageError for ids out of range, and for text
-        where the bundle has no tokenizer.
+        [{"role", "content"}] through the model's template, or token ids. UsageError for ids out of range, whoever gave
+        them, and for text where the bundle has no tokenizer.
         """
         if isinstance(prompt, str):
             # An empty text stays empty, even where the tokenizer would put a begin-of-text token in front.
-            return self._tokenizer().encode(prompt, add_special_tokens=first) if prompt else []
+            return self._checked(self._tokenizer().encode(prompt, add_special_tokens=first)) if prompt else []
         messages = [item for item in prompt if isinstance(item, dict)]
         if messages:
-            return self._tokenizer().encode_chat(messages)
-        ids, size = [int(token) for token in prompt], self.manifest.target.vocab_size  # type: ignore[arg-type]
-        for token in ids:
+            return self._checked(self._tokenizer().encode_chat(messages))
+        return self._checked([int(token) for token in prompt], given=True)  # type: ignore[arg-type]
+
+    def _checked(self, ids: list[int], given: bool = False) -> list[int]:
+        size = self.manifest.target.vocab_size
+        for index, token in enumerate(ids):
             if not 0 <= token < size:
-                raise UsageError(f"prompt token {token}: the vocabulary has ids 0 to {size - 1}")
+                where = "" if given else f" by the tokenizer in {self._tokenizer().where}, which is another model's"
+                raise UsageError(f"prompt: token {token} at index {index}{where}: the vocabulary has 0 to {size - 1}")
         return ids
 
     def _tokenizer(self) -> Tokenizer:

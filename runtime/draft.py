@@ -10,7 +10,7 @@ import numpy as np
 
 from dspark.errors import UsageError
 from dspark.manifest import Drafter as Spec
-from dspark.runtime.engines.base import Engine
+from dspark.runtime.engines.base import Engine, Rows, join_rows
 from dspark.runtime.target import PAGES
 
 
@@ -37,7 +37,7 @@ class Drafter:
         self.limit = limit
         self.chunk = chunk
         self.length = 0
-        self._waiting: list[np.ndarray] = []
+        self._waiting: list[Rows] = []
 
     @property
     def observed(self) -> int:
@@ -55,7 +55,7 @@ class Drafter:
         self._waiting = [waiting] if len(waiting) else []
         self.length = min(self.length, rows)
 
-    def observe(self, taps: np.ndarray) -> None:
+    def observe(self, taps: Rows) -> None:
         """Take the taps fp32 [n, m*H] of the n tokens committed since the last call, in order. They are copied."""
         if taps.ndim != 2 or taps.dtype != np.float32:
             raise UsageError(
@@ -65,10 +65,10 @@ class Drafter:
             raise UsageError(f"drafter: the context is full ({self.limit} tokens); start a new request")
         if self._waiting and sum(map(len, self._waiting)) + len(taps) > self.chunk:
             self._extend(self._take())
-        self._waiting.append(np.array(taps))
+        self._waiting.append(taps.copy())
 
     def propose(
-        self, anchor: int, taps: np.ndarray | None = None, draft_len: int | None = None, *, read_confidence: bool = True
+        self, anchor: int, taps: Rows | None = None, draft_len: int | None = None, *, read_confidence: bool = True
     ) -> Draft:
         """Draft the `draft_len` (1..block_size, default block_size) tokens that follow `anchor`.
 
@@ -94,18 +94,16 @@ class Drafter:
         confidence = outputs["confidence"][0].copy() if with_confidence else None
         return Draft(outputs["draft_tokens"][0].tolist(), confidence)
 
-    def _take(self) -> np.ndarray:
+    def _take(self) -> Rows:
         waiting, self._waiting = self._waiting, []
-        if len(waiting) == 1:
-            return waiting[0]
-        return np.concatenate(waiting) if waiting else np.empty((0, 0), np.float32)
+        return join_rows(waiting) if waiting else np.empty((0, 0), np.float32)
 
-    def _extend(self, context: np.ndarray) -> None:
+    def _extend(self, context: Rows) -> None:
         """Add context rows without wanting drafts: the graph needs a block, so it gets the smallest."""
         for at in range(0, len(context), self.chunk):
             self._run([self.spec.mask_token_id], context[at : at + self.chunk], ())
 
-    def _run(self, block: list[int], context: np.ndarray, fetch: tuple[str, ...]) -> dict[str, np.ndarray]:
+    def _run(self, block: list[int], context: Rows, fetch: tuple[str, ...]) -> dict[str, np.ndarray]:
         """One engine run: context rows take the positions after the cached ones, block rows those after them."""
         size, rows, anchor_position = len(block), len(context), self.length + len(context)
         if self.engine.owner is not self:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark.runtime.engines.base import Engine
+from dspark.runtime.engines.base import Engine, Rows
 
 PAGES = np.zeros((1, 1), np.int32)  # one request on a linear cache: page 0 holds all its rows
 
@@ -15,7 +15,7 @@ class Forward:
     """What a target forward over T rows says. Both arrays are only valid until the target's next forward."""
 
     logits: np.ndarray  # fp32 [L, V], of the rows asked for
-    taps: np.ndarray | None  # fp32 [T, m*H]: the tapped hidden states, or None where not asked for
+    taps: Rows | None  # fp32 [T, m*H]: the tapped hidden states, or None where not asked for
 
 
 class Target:

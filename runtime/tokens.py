@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.errors import UsageError
+from dspark.reading import read_object
 from dspark.runtime.bundle import Bundle
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -88,15 +89,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer | None:
 
 
 def _read_config(file: Path) -> dict:
-    if not file.exists():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read as JSON ({error}); export the bundle again") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{file}: expected an object; export the bundle again")
-    return config
+    return read_object(file, "export the bundle again", constants=True) if file.exists() else {}
 
 
 def _read_template(file: Path, config: dict) -> str | None:

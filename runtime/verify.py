@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark.runtime.engines.base import Rows
 from dspark.runtime.target import Target
 
 
@@ -19,7 +20,7 @@ class Verdict:
     verified: int  # l
     accepted: int  # n
     extra: int | None  # correction or bonus token, the next anchor; None: an accepted stop token ends the text
-    taps: np.ndarray | None  # fp32 [l+1, m*H] of anchor, x1..xl; valid until the target's next forward
+    taps: Rows | None  # fp32 [l+1, m*H] of anchor, x1..xl; valid until the target's next forward
 
 
 def verify(target: Target, anchor: int, drafts: Sequence[int], stops: Collection[int], *, taps: bool = True) -> Verdict:

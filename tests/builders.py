@@ -39,7 +39,8 @@ def write_tokenizer(folder: Path) -> None:
 def write_target(folder: Path, kind: str = "llama", *, seed: int = 0, dtype: str = "float32", **config) -> Path:
     """A tiny Hugging Face causal language model (kind: llama | qwen3) with tokenizer, chat template, stop tokens.
 
-    `config` overrides entries of its config.json (layers, sizes, tie_word_embeddings, sliding_window, ...).
+    `config` overrides entries of its config.json (layers, sizes, tie_word_embeddings, sliding_window, ...); an entry
+    overridden with `...` is left out.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,7 +61,7 @@ def write_target(folder: Path, kind: str = "llama", *, seed: int = 0, dtype: str
         "eos_token_id": STOP_TOKEN,
         "dtype": dtype,
     }
-    settings = AutoConfig.for_model(kind, **{**sizes, **config})
+    settings = AutoConfig.for_model(kind, **{k: v for k, v in {**sizes, **config}.items() if v is not ...})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))

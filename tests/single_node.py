@@ -10,6 +10,7 @@ from dspark.export.functions import block_attention_function, markov_argmax_func
 from dspark.export.functions.block_attention import CONTEXT, INPUTS
 from dspark.export.functions.markov_argmax import INPUTS as MARKOV_INPUTS
 from dspark.export.onnx import IR_VERSION, OPSET
+from dspark.export.plugin_nodes import name_inputs
 from dspark.export.schemas import PLUGIN
 
 OUTPUTS = {
@@ -46,7 +47,9 @@ def single_node_model(kind: str, arrays: Mapping[str, np.ndarray], attributes: M
     graph = ir.Graph(
         list(inputs.values()), node.outputs, nodes=[node], name=kind, opset_imports={"": OPSET, "dspark": 1}
     )
-    return ir.Model(graph, ir_version=IR_VERSION, functions=[function])
+    model = ir.Model(graph, ir_version=IR_VERSION, functions=[function])
+    name_inputs(model)
+    return model
 
 
 def _value(name: str, array: np.ndarray) -> ir.Value:

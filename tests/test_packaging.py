@@ -149,7 +149,7 @@ ALLOWED = {
     "demo": (),
     "plugins": (),
     "runtime": ("plugins",),
-    "export": (),
+    "export": ("plugins",),
     "tools": ("export", "runtime", "plugins", "demo"),
 }
 
@@ -177,9 +177,23 @@ def test_the_runtime_names_no_exporter_library(package):
             assert not [name for name in imported(file) if name.split(".")[0] == package], file
 
 
-def test_tensorrt_has_one_importer():
-    importers = [f for f in project_files(".py") if any(n.split(".")[0] == "tensorrt" for n in imported(f))]
-    assert {f.relative_to(ROOT).as_posix() for f in importers} <= {"runtime/engines/tensorrt.py"}
+@pytest.mark.parametrize(
+    ("packages", "importer"),
+    [(("tensorrt", "tensorrt_rtx", "tensorrt_lean"), "core/tensorrt.py"), (("cuda",), "runtime/engines/device.py")],
+)
+def test_each_backend_has_one_importer(packages, importer):
+    importers = [f for f in project_files(".py") if any(n.split(".")[0] in packages for n in imported(f))]
+    found = {f.relative_to(ROOT).as_posix() for f in importers}
+    assert {name for name in found if not name.startswith("tests/")} <= {importer}
+
+
+def test_engines_are_built_without_torch():
+    """They are built where they will run, and that machine has no use for torch."""
+    done = run_python(
+        "import sys\nsys.modules['torch'] = None\nimport dspark.export.engines, dspark.tools.commands.build\n"
+        "import dspark.tools.verify"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_file_names_a_path_outside_the_project():

@@ -2,21 +2,13 @@
 
 import argparse
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 
 from dspark import __version__
-from dspark.errors import DSparkError, UsageError, unexpected
+from dspark.command import Parser, run_command
 from dspark.tools import commands
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong option is one line and not a page of usage."""
-
-    def error(self, message: str):
-        self.exit(UsageError.exit_code, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,28 +22,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns the exit code: 0 success, 1 the check or the job failed, 2 wrong use."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the job
-    args = build_parser().parse_args(argv)
-    try:
-        code = importlib.import_module(f"{commands.__name__}.{args.command}").run(args)
-        sys.stdout.flush()
-        return code
-    except DSparkError as error:
-        print(f"dspark {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output went away. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        print(f"dspark {args.command}: error: {unexpected(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"dspark {args.command}: interrupted", file=sys.stderr)
-        return 130
+    """Run a command line; the exit code: 0 success, 1 the check or the job failed, 2 wrong use, 128 + signal."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+
+    def run() -> int:
+        args = build_parser().parse_args(arguments)
+        return importlib.import_module(f"{commands.__name__}.{args.command}").run(args)
+
+    return run_command(run, f"{' '.join(['dspark', *arguments[:1]])}: ", "--json" in arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, UsageError
 from dspark.runtime import Decoder, Generation
 from dspark.tools import prompts as disk
 
@@ -48,7 +48,10 @@ class Difference:
 
 
 def encode_prompts(prompts: Sequence[disk.Prompt], decoder: Decoder, per_kind: int | None) -> list[Prompt]:
-    """Token ids of the prompts; text goes through the chat template if there is one. per_kind: so many of each kind."""
+    """Token ids of the prompts; text goes through the chat template if there is one. per_kind: so many of each kind.
+
+    UsageError names the line and the id of a prompt that cannot be run.
+    """
     chat = decoder.tokenizer is not None and decoder.tokenizer.has_chat_template
     counts: dict[str, int] = {}
     encoded: list[Prompt] = []
@@ -57,7 +60,16 @@ def encode_prompts(prompts: Sequence[disk.Prompt], decoder: Decoder, per_kind: i
         if per_kind is None or counts[row.kind] <= per_kind:
             as_chat = chat and isinstance(row.prompt, str)
             prompt = [{"role": "user", "content": row.prompt}] if as_chat else row.prompt
-            encoded.append(Prompt(row.id, row.kind, decoder.encode(prompt)))
+            try:
+                tokens = decoder.encode(prompt)
+            except UsageError as error:
+                raise UsageError(f"{row.where}: id {row.id!r}: {error}") from error
+            if not 1 <= len(tokens) <= decoder.context_limit:
+                raise UsageError(
+                    f"{row.where}: id {row.id!r}: the prompt makes {len(tokens)} tokens, this bundle takes 1 to"
+                    f" {decoder.context_limit}; change it or leave it out"
+                )
+            encoded.append(Prompt(row.id, row.kind, tokens))
     return encoded
 
 

@@ -28,7 +28,7 @@ def load(folder: Path, keys: Keys) -> Checkpoint:
     stored = TensorFiles(folder)
     own_head_wanted = _tied_head_is_own(keys, stored)
     tensors: dict[str, Tensor] = {}
-    for name, shape in canonical_shapes(config).items():
+    for name, shape in canonical_shapes(config):
         if name in (EMBEDDING, HEAD) and name not in stored:
             continue
         tensors[name] = stored.take(name, shape, ("I64", "I32") if name == "d2t" else ("F32", "F16", "BF16"))

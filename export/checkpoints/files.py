@@ -1,11 +1,12 @@
 """The files of a checkpoint folder: config.json with checked keys, and safetensors read without loading them."""
 
-import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.errors import UsageError
+from dspark.reading import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,15 +20,12 @@ Shape = tuple[int, ...]
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`; UsageError where there is none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{file}: no such file; a checkpoint is a folder with {CONFIG} and {WEIGHTS}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: cannot be read as JSON ({error}); get the file again") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
+    # Configs of other layers' kinds hold Infinity; what we use of them is checked key by key.
+    advice = f"get it again; a checkpoint is a folder with {CONFIG} and {WEIGHTS}"
+    return read_object(file, advice, constants=True)
+
+
+LARGEST = 2**31 - 1  # of an integer in a config: what the graphs' int32 inputs can count
 
 
 class Keys:
@@ -46,20 +44,20 @@ class Keys:
 
     def need(self, key: str) -> Any:
         if key not in self.raw:
-            raise UsageError(f"{self.file}: key {key!r} is missing; the drafter cannot be read without it")
+            raise UsageError(f"{self.file}: key {key!r} is missing; add what the model was trained with")
         return self.raw[key]
 
     def integer(self, key: str, minimum: int = 1) -> int:
         value = self.need(key)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.fail(key, f"expected an integer, found {value!r}")
-        if value < minimum:
-            raise self.fail(key, f"expected at least {minimum}, found {value}")
+        if not minimum <= value <= LARGEST:
+            raise self.fail(key, f"expected {minimum} to {LARGEST}, found {value}")
         return value
 
     def number(self, key: str) -> float:
         value = self.need(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value <= LARGEST:
             raise self.fail(key, f"expected a number above 0, found {value!r}")
         return float(value)
 
@@ -134,6 +132,11 @@ class TensorFiles:
         self._handles |= dict.fromkeys(names, handle)
         self._shapes |= shapes
         return names
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of every tensor that was not taken."""
+        return self._shapes
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes

@@ -21,13 +21,12 @@ CONTEXT = ("context_k", "context_v", "context_start")
 def block_attention_function(opset: int, context: bool) -> ir.Function:
     """The body for nodes with (drafter) or without (target) context rows; every other freedom of the op is kept."""
     names = INPUTS + CONTEXT if context else INPUTS
-    inputs = [ir.Value(name=name) for name in names] + [None] * (len(INPUTS + CONTEXT) - len(names))
-    kinds = {"causal": "INT", "window": "INT", "scale": "FLOAT", "softcap": "FLOAT"}
+    kinds = {"causal": "INT", "window": "INT", "scale": "FLOAT", "softcap": "FLOAT", "inputs": "STRING"}
     kinds |= {"plugin_namespace": "STRING", "plugin_version": "STRING"}
     attributes = {n: ir.Attr(n, ir.AttributeType[kind], None) for n, kind in kinds.items()}
     return build_function(
         lambda op, *values: _body(op, *values),
-        inputs,
+        [ir.Value(name=name) for name in names],
         domain=NAMESPACE,
         name="BlockAttention",
         attributes=attributes,
@@ -110,7 +109,9 @@ def _append_rows(op, caches, rows, starts: ir.Value, at: ir.Value, pages: ir.Val
     ]
 
 
-def _body(op, q, k, v, key_cache, value_cache, row_start, length, pages, context_k, context_v, context_start):
+def _body(
+    op, q, k, v, key_cache, value_cache, row_start, length, pages, context_k=None, context_v=None, context_start=None
+):
     attributes = Attributes.of_function(op)
     starts, committed, pages = _int64(op, row_start), _int64(op, length), _int64(op, pages)
     caches = [key_cache, value_cache]

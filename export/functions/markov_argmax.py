@@ -11,20 +11,23 @@ INPUTS = (
     "base_logits", "anchors", "hidden", "w1", "w2", "head_weight", "head_bias", "confidence_weight", "confidence_bias",
     "d2t",
 )  # fmt: skip
+OUTPUTS = ("tokens", "confidence", "logits")
 
 
 def markov_argmax_function(opset: int, head: str, present: frozenset[str], with_markov: bool) -> ir.Function:
     """The body for one head type and the inputs that the model's node really has (`present`, names of INPUTS)."""
-    inputs = [ir.Value(name=name) if name in present else None for name in INPUTS]
+    names = [name for name in INPUTS if name in present]
     kinds = {
+        "inputs": "STRING",
+        "outputs": "STRING",
         "head": "STRING",
         "confidence_with_markov": "INT",
         "plugin_namespace": "STRING",
         "plugin_version": "STRING",
     }
     return build_function(
-        lambda op, *values: _body(op, head, with_markov, dict(zip(INPUTS, values, strict=True))),
-        inputs,
+        lambda op, *values: _body(op, head, with_markov, dict.fromkeys(INPUTS) | dict(zip(names, values, strict=True))),
+        [ir.Value(name=name) for name in names],
         domain=NAMESPACE,
         name="MarkovArgmax",
         attributes={n: ir.Attr(n, ir.AttributeType[kind], None) for n, kind in kinds.items()},

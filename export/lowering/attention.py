@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from dspark.errors import UsageError
 from dspark.export.rewriting import Nodes, constant_ints
 
 MICROSOFT = "com.microsoft"
+
+
+def check_head_dim(where: str, head_dim: int) -> None:
+    """UsageError, beginning with `where`, for heads that GroupQueryAttention does not take."""
+    if head_dim % 8:
+        raise UsageError(f"{where}: head_dim {head_dim} is no multiple of 8, as ONNX Runtime's CPU attention needs it")
 
 
 def lower_attention(model: ir.Model) -> None:

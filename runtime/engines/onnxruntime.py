@@ -32,7 +32,7 @@ class OnnxRuntimeEngine:
         file = bundle.path(self.graph.file)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or 0
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # its errors reach us as exceptions; ours is the one line about them
         # Target and drafter run in turn: threads of one that go on spinning after its run would slow the other. Within
         # a run a short spin bridges the gaps between operators; a long one burns the core that a busy machine needs
         # (measured on 2 cores: quiet, as fast as long spinning; with other load, 1.5 times as fast).
@@ -49,10 +49,17 @@ class OnnxRuntimeEngine:
         self.capacity = capacity
         self.owner: object = None
         self.seconds = 0.0
-        # Zeroed memory of this size comes from the system untouched: rows cost memory when they are first written.
-        self.caches = {
-            pair.input: np.zeros((1, pair.kv_heads, capacity, pair.head_dim), pair.dtype) for pair in self.graph.caches
-        }
+        try:
+            # Zeroed memory of this size comes from the system untouched: rows cost memory when they are first written.
+            self.caches = {
+                pair.input: np.zeros((1, pair.kv_heads, capacity, pair.head_dim), pair.dtype)
+                for pair in self.graph.caches
+            }
+        except MemoryError as error:
+            raise DSparkError(
+                f"{file}: no memory for K/V caches of {capacity} rows; load it with a smaller max_context_len, or"
+                " export it with one"
+            ) from error
         self._bindings: dict[tuple[str, ...], _Binding] = {}
 
     def run(self, inputs: Mapping[str, np.ndarray], fetch: Sequence[str]) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from builders import write_drafter, write_target
 
 from dspark import manifest
 from dspark.errors import DSparkError, UsageError
@@ -167,6 +168,21 @@ class TestExport:
         with pytest.raises(UsageError, match=f"{value}: "):
             export(pair, tmp_path / "engines", **options)
         assert os.listdir(tmp_path) == []
+
+    def test_a_block_that_no_context_holds(self, pair, tmp_path):
+        """No tensor has the block's size in its shape."""
+        drafter = write_drafter(tmp_path / "drafter", pair.target, block_size=2**31 - 1)
+        with pytest.raises(UsageError, match=r"block_size \+ 1 = 2147483648 tokens.*512 positions"):
+            build.export_bundle(build.Options(drafter, str(pair.target), tmp_path / "engines"), lambda stage: None)
+        assert os.listdir(tmp_path) == ["drafter"]
+
+    @pytest.mark.parametrize("which", ["drafter", "target"])
+    def test_heads_that_the_cpu_form_cannot_have(self, pair, tmp_path, which, monkeypatch):
+        monkeypatch.setattr(build, "record_target", lambda *_args: pytest.fail("this late"))
+        target = pair.target if which == "drafter" else write_target(tmp_path / "target", head_dim=12)
+        drafter = write_drafter(tmp_path / "drafter", target, head_dim=12 if which == "drafter" else 16)
+        with pytest.raises(UsageError, match=f"{which}.*head_dim 12 is no multiple of 8"):
+            build.export_bundle(build.Options(drafter, str(target), tmp_path / "engines"), lambda stage: None)
 
     @pytest.mark.parametrize(
         "stage", ["reading the drafter", "running the reference", "checking parity: drafter, portable"]

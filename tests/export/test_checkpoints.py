@@ -9,6 +9,7 @@ from builders import drafter_config, drafter_shapes, drafter_tensors, save_check
 from dspark.errors import UsageError
 from dspark.export.checkpoints import EMBEDDING, HEAD, load_checkpoint
 from dspark.export.checkpoints.checkpoint import canonical_shapes
+from dspark.export.modules import Drafter
 
 
 def write(folder, target, tensors=None, **config):
@@ -44,12 +45,38 @@ def test_reads_every_head(tmp_path, target, head, confidence):
 
 
 def test_the_spec_and_the_modules_name_the_same_tensors(target):
-    for changes in ({"markov_head_type": "gated"}, {"markov_head_type": "rnn", "draft_vocab_size": 100}):
+    plain = {"markov_rank": 0, "markov_head_type": ..., "confidence_head_with_markov": False}
+    gated = {"markov_head_type": "gated", "confidence_head_with_markov": False}
+    rnn = {"markov_head_type": "rnn", "draft_vocab_size": 100, "num_key_value_heads": 1, "head_dim": 24}
+    for changes in ({}, gated, rnn, plain, plain | {"enable_confidence_head": False}):
         written = drafter_config(target, **changes)
         expected = drafter_shapes(written)
         expected[EMBEDDING] = (written["vocab_size"], written["hidden_size"])
         expected[HEAD] = (written.get("draft_vocab_size", written["vocab_size"]), written["hidden_size"])
-        assert canonical_shapes(_config_of(written)) == expected
+        config = _config_of(written)
+        assert dict(canonical_shapes(config)) == expected
+        assert {name: tuple(t.shape) for name, t in Drafter(config).state_dict().items()} == expected
+
+
+HOSTILE_SIZES = {
+    "head_dim": (2**30, "'layers.0.self_attn.q_norm.weight'"),
+    "num_hidden_layers": (10**8, "'layers.2.input_layernorm.weight'"),
+    "intermediate_size": (2**31 - 1, "'layers.0.mlp.gate_proj.weight'"),
+    "hidden_size": (10**9, "'fc.weight'"),
+    "num_attention_heads": (2 * 10**9, "'layers.0.self_attn.q_proj.weight'"),
+    "markov_rank": (10**9, "'markov_head.markov_w1.weight'"),
+    "vocab_size": (2**31 - 1, "'markov_head.markov_w1.weight'"),
+}
+
+
+@pytest.mark.parametrize("key", HOSTILE_SIZES)
+def test_sizes_are_compared_before_anything_is_made_of_them(tmp_path, target, monkeypatch, key):
+    size, tensor = HOSTILE_SIZES[key]
+    config = drafter_config(target, layer_types=...)
+    tensors = drafter_tensors(config)
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda self: pytest.fail("a module was made"))
+    refuse(save_checkpoint(tmp_path / "tensor", config | {key: size}, tensors), tensor)
+    refuse(save_checkpoint(tmp_path / "key", config | {key: 10**18}, tensors), "config.json", key, 10**18)
 
 
 def _config_of(written):
@@ -189,7 +216,11 @@ WRONG_CONFIGS = {
     "block size 0": ({"block_size": 0}, ["block_size", 0]),
     "block size text": ({"block_size": "7"}, ["block_size", "integer", "'7'"]),
     "block size true": ({"block_size": True}, ["block_size", "integer"]),
+    "block size beyond int32": ({"block_size": 10**18}, ["block_size", 10**18]),
+    "window beyond int32": ({"sliding_window": 2**31}, ["sliding_window", 2**31]),
     "eps 0": ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
+    "eps infinite": ({"rms_norm_eps": float("inf")}, ["rms_norm_eps", "inf"]),
+    "eps no number": ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
     "heads do not divide": ({"num_key_value_heads": 3}, ["num_key_value_heads", 3, 4]),
     "odd head": ({"head_dim": 15}, ["head_dim", 15]),
     "bias": ({"attention_bias": True}, ["attention_bias"]),
@@ -204,8 +235,35 @@ WRONG_CONFIGS = {
     "rope factor": ({"rope_scaling": {"rope_type": "yarn"}}, ["factor", "yarn"]),
     "rope partial": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     "rope theta": ({"rope_theta": "1e6"}, ["rope_theta", "'1e6'"]),
+    "rope theta null": ({"rope_theta": ..., "rope_parameters": {"rope_theta": None}}, ["rope_theta", "missing"]),
+    "rope type no text": ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type", "yarn"]),
     "rope no object": ({"rope_scaling": 4}, ["rope_scaling", 4]),
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WRONG_ROPES = [
+    *(({"rope_theta": theta}, "rope_theta") for theta in (0, -1.0, 1, float("inf"), float("nan"), 10**400, True)),
+    *(({"rope_type": "linear", "factor": factor}, "factor") for factor in (0, -2.0, float("inf"), "4", [4.0])),
+    (LLAMA3 | {"low_freq_factor": 0}, "low_freq_factor"),
+    (LLAMA3 | {"high_freq_factor": -4.0}, "high_freq_factor"),
+    (LLAMA3 | {"low_freq_factor": 4.0}, "high_freq_factor"),
+    (LLAMA3 | {"low_freq_factor": 8.0}, "high_freq_factor"),
+    (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+    (LLAMA3 | {"high_freq_factor": None}, "high_freq_factor"),
+    (YARN | {"original_max_position_embeddings": float("nan")}, "original_max_position_embeddings"),
+    (YARN | {"beta_fast": 0.5}, "beta_fast"),
+    (YARN | {"beta_slow": 0}, "beta_slow"),
+    (YARN | {"attention_factor": float("-inf")}, "attention_factor"),
+    (YARN | {"mscale": "big"}, "mscale"),
+]
+
+
+@pytest.mark.parametrize("rope, key", WRONG_ROPES, ids=lambda value: str(value))
+def test_rope_values_that_give_no_rotation_are_refused(tmp_path, target, rope, key):
+    theta = {} if "rope_theta" in rope else {"rope_theta": 1e4}
+    refuse(write(tmp_path / "d", target, rope_theta=..., rope_parameters=rope | theta), "config.json", repr(key))
 
 
 @pytest.mark.parametrize("case", WRONG_CONFIGS)

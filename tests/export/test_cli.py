@@ -82,13 +82,10 @@ WRONG_OPTIONS = {
     "bf16": (["--ckpt", ".", "--target", ".", "--out", "x", "--dtype", "bf16"], ["bf16", "not supported yet", "fp32"]),
     "fp16": (["--ckpt", ".", "--target", ".", "--out", "x", "--dtype", "fp16"], ["fp16", "not supported yet", "fp32"]),
     "int4": (["--ckpt", ".", "--target", ".", "--out", "x", "--dtype", "int4"], ["int4", "not known"]),
-    "tensorrt": (
-        ["--ckpt", ".", "--target", ".", "--out", "x", "--backend", "tensorrt"],
-        ["tensorrt", "not supported"],
-    ),
-    "rtx": (
-        ["--ckpt", ".", "--target", ".", "--out", "x", "--backend", "tensorrt-rtx"],
-        ["tensorrt-rtx", "supported yet"],
+    "backend": (["--ckpt", ".", "--target", ".", "--out", "x", "--backend", "cuda"], ["cuda", "tensorrt-rtx"]),
+    "int4 engines": (
+        ["--ckpt", ".", "--target", ".", "--out", "x", "--backend", "tensorrt", "--dtype", "int4"],
+        ["int4", "not known"],
     ),
     "batch 0": (["--ckpt", ".", "--target", ".", "--out", "x", "--max-batch-size", "0"], ["--max-batch-size 0"]),
     "context 0": (["--ckpt", ".", "--target", ".", "--out", "x", "--max-context-len", "0"], ["--max-context-len 0"]),

@@ -28,6 +28,16 @@ def test_markov_argmax_function_equals_reference(case):
     np.testing.assert_allclose(logits, expected[2], atol=1e-5)
 
 
+@pytest.mark.parametrize("case", (*reference.MARKOV_CASES, *reference.ATTENTION_CASES[:3]), ids=str)
+def test_nodes_name_their_inputs_and_leave_no_gap(case):
+    """TensorRT's parser hands a left-out input to the plugin as a null pointer."""
+    kind, arrays = "MarkovArgmax" if case in reference.MARKOV_CASES else "BlockAttention", case.inputs()
+    (node,) = single_node_model(kind, arrays, case.attributes).graph
+    assert [x.name for x in node.inputs] == list(arrays) == node.attributes["inputs"].as_string().split(",")
+    if kind == "MarkovArgmax":
+        assert node.attributes["outputs"].as_string() == "tokens,confidence,logits"
+
+
 @pytest.mark.parametrize("context", [False, True])
 def test_one_file_serves_every_shape(context):
     """The body has no shape of its own: one session runs all cases of its attributes and heads."""

@@ -102,6 +102,11 @@ def test_no_bundle(tmp_path):
     refused(tmp_path / "file", "file")
 
 
+CACHE = {"input": "a", "output": "b", "dtype": "float32", "kv_heads": 1, "head_dim": 8}
+GRAPH = {"role": "target", "form": "portable", "file": "onnx/weights.data", "inputs": [], "outputs": [], "caches": []}
+GRAPH = GRAPH | {"cache_slack": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -115,6 +120,29 @@ def test_no_bundle(tmp_path):
         ({"profiles__max_context_len": 0}, "max_context_len"),
         ({"target__stop_token_ids": [40]}, "stop_token_ids"),
         ({"drafter__block_size": "5"}, "drafter.block_size"),
+        ({"drafter__block_size": 10**12}, "block_size"),
+        ({"drafter__block_size": True}, "drafter.block_size: expected int, found bool"),
+        ({"drafter__block_size": 5.0}, "drafter.block_size: expected int, found float"),
+        ({"profiles__max_context_len": 10**15}, "max_context_len"),
+        ({"profiles__max_context_len": 10**15, "target__max_position_embeddings": 10**15}, "max_position_embeddings"),
+        ({"profiles__max_context_len": 5}, "block_size < profiles.max_context_len"),
+        ({"profiles__max_batch_size": 0}, "max_batch_size"),
+        ({"target__stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"target__layers": -4}, "layers"),
+        ({"target__hidden_size": 0}, "hidden_size"),
+        ({"drafter__target_layer_ids": [1]}, "target_layer_ids"),
+        ({"drafter__target_layer_ids": [False]}, "target_layer_ids[0]: expected int, found bool"),
+        ({"drafter__windows": [-1]}, "windows"),
+        ({"drafter__markov__rank": -1}, "rank"),
+        ({"io": [GRAPH | {"cache_slack": -1}]}, "cache_slack"),
+        ({"io": [GRAPH | {"cache_slack": 10**9}]}, "cache_slack"),
+        ({"io": [GRAPH | {"caches": [CACHE | {"head_dim": -8}]}]}, "head_dim"),
+        ({"io": [GRAPH | {"caches": [CACHE | {"kv_heads": 10**12}]}]}, "kv_heads"),
+        ({"io": [GRAPH | {"inputs": [{"name": "x", "dtype": "int64", "shape": [-1]}]}]}, "shapes"),
+        ({"io": [GRAPH | {"inputs": [{"name": "x", "dtype": "int64", "shape": [True]}]}]}, "shape[0]"),
+        ({"parity": "parity.json"}, "'parity.json' is not in files"),
+        ({"calibration": json.loads('{"a":' * 80 + "1" + "}" * 80)}, "nested too deeply"),
+        ({"target__max_position_embeddings": float("nan")}, "NaN is no JSON"),
     ],
 )
 def test_values_that_contradict_each_other(folder, changes, word):

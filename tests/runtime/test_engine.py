@@ -235,9 +235,23 @@ def test_a_graph_that_is_not_what_the_manifest_says(bundle, change, word):
         OnnxRuntimeEngine(with_graph(opened, **change(graph)), "target", 32)
 
 
-def test_a_file_that_is_no_graph(bundle):
+def test_a_file_that_is_no_graph(bundle, capfd):
     with pytest.raises(DSparkError, match=r"tokenizer\.json: ONNX Runtime cannot load it"):
         OnnxRuntimeEngine(with_graph(open_bundle(bundle), file="tokenizer.json"), "target", 32)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_that_fails_is_reported_by_us_alone(bundle, capfd):
+    """ONNX Runtime writes lines of its own to the process's stderr, unless it is told not to."""
+    engine = OnnxRuntimeEngine(open_bundle(bundle), "target", 32, threads=1)
+    with pytest.raises(DSparkError, match="ONNX Runtime failed in a run"):
+        engine.run(target_inputs([10**6], 0), ("logits",))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_caches_that_fit_in_no_memory(bundle):
+    with pytest.raises(DSparkError, match=r"target\.cpu\.onnx: no memory for K/V caches of 1\d+ rows"):
+        OnnxRuntimeEngine(open_bundle(bundle), "target", 10**14)
 
 
 def test_without_onnxruntime(bundle, monkeypatch):

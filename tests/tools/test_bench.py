@@ -5,7 +5,7 @@ import pytest
 from command_line import failed
 from fakes import Language, fake_decoder, oracle, right_for
 
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, UsageError
 from dspark.tools import measure as m
 from dspark.tools import prompts as disk
 from dspark.tools.cli import main
@@ -98,6 +98,13 @@ def test_prompts_are_encoded_and_limited_by_kind():
     assert [p.id for p in m.encode_prompts(rows, decoder, 1)] == ["0", "2"]
 
 
+@pytest.mark.parametrize(("tokens", "word"), [([1] * 201, "201 tokens"), ([1, 40], "token 40 at index 1")])
+def test_a_prompt_that_cannot_be_run_is_named(tokens, word):
+    rows = [disk.Prompt("a", "text", [1]), disk.Prompt("b", "text", tokens, "p.jsonl: line 2")]
+    with pytest.raises(UsageError, match=f"p.jsonl: line 2: id 'b': .*{word}"):
+        m.encode_prompts(rows, fake_decoder(Language()), None)
+
+
 def test_command(pairs, capsys, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [{"id": "x", "kind": "code", "prompt": "def f"}, {"id": "y", "kind": "chat", "prompt": "Hi"}]
@@ -119,7 +126,17 @@ def test_command_refuses_a_report_without_drafts(pairs, capsys, tmp_path):
     argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--prompts", str(file), "--max-new-tokens", "1"]
     assert main([*argv, "--json"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "nothing was drafted" in err
+    assert json.loads(out)["exit_code"] == 1 and "nothing was drafted" in json.loads(out)["error"]
+    assert "nothing was drafted" in err
+
+
+def test_a_prompt_too_long_or_empty_is_named_by_its_line(pairs, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--prompts", str(file)]
+    for prompt, word in (("x" * 600, "600"), ("", "empty")):
+        lines = [{"id": "x", "prompt": "a"}, {"id": "y", "prompt": prompt}]
+        file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        failed(capsys, argv, 2, f"{file}: line 2", *(["'y'"] if prompt else []), *([] if prompt else [word]))
 
 
 def test_default_prompts_exist(pairs, capsys):

@@ -1,15 +1,18 @@
 """What holds for every command: help without heavy packages, one line for an error, one object for --json."""
 
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
+from functools import reduce
 
 import pytest
 from command_line import failed
 
 from dspark.tools.cli import build_parser, main
 
-COMMANDS = ("bench", "doctor", "generate", "inspect", "train")
+COMMANDS = ("bench", "build", "doctor", "generate", "inspect", "train", "verify")
 
 
 def test_help_needs_nothing_but_python():
@@ -34,7 +37,7 @@ for argv in [["--help"], ["--version"], *([name, "--help"] for name in {COMMANDS
 def test_every_command_takes_json():
     for name in COMMANDS:
         bundle = [] if name in ("doctor", "train") else ["x"]
-        prompt = ["--prompt", "x"] if name == "generate" else []
+        prompt = {"generate": ["--prompt", "x"], "build": ["--backend", "tensorrt"]}.get(name, [])
         if name != "train":
             assert build_parser().parse_args([name, *bundle, *prompt, "--json"]).json
 
@@ -56,8 +59,9 @@ def test_every_command_takes_json():
         (["generate", "x", "--prompt-file", "no/such/file"], ["no/such/file"]),
     ],
 )
-def test_wrong_use(capsys, argv, words):
-    failed(capsys, argv, 2, *words)
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_wrong_use(capsys, argv, words, form):
+    failed(capsys, [*argv, *form], 2, *words)
 
 
 def test_inspect(pairs, capsys):
@@ -72,6 +76,48 @@ def test_inspect(pairs, capsys):
     assert manifest.items() <= out.items()
     assert out["total_bytes"] == sum(entry["size"] for entry in manifest["files"].values())
     assert out["parity_report"]
+
+
+def test_train_explains_the_mask_token(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "stands for every draft that is still to be found" in text and "that no text uses" in text
+
+
+def damage(pairs, tmp_path, report=None, **changes):
+    """A copy of a bundle with another parity report, listed as such, and manifest entries given as path__to__key."""
+    folder = shutil.copytree(pairs("qwen3-vanilla").bundle, tmp_path / "bundle")
+    raw = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    if report is not None:
+        (folder / "parity.json").write_bytes(report)
+        raw["files"]["parity.json"] = {"sha256": hashlib.sha256(report).hexdigest(), "size": len(report)}
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        reduce(lambda at, key: at[key], parents, raw)[last] = value
+    (folder / "manifest.json").write_text(json.dumps(raw), encoding="utf-8")
+    return ["inspect", str(folder)]
+
+
+REPORTS = {
+    "empty": b"",
+    "list": b"[1]",
+    "bytes": b"\xff",
+    "NaN": b'{"passed": NaN}',
+    "nested": b'{"a":' * 70 + b"1" + b"}" * 70,
+    "nested without end": b"[" * 10**5,
+}
+
+
+@pytest.mark.parametrize("case", REPORTS)
+def test_inspect_of_a_damaged_parity_report(pairs, capsys, tmp_path, case):
+    argv = damage(pairs, tmp_path, REPORTS[case])
+    failed(capsys, argv, 2, "parity.json", "export the bundle again")
+    failed(capsys, [*argv, "--json"], 2, "parity.json")
+
+
+def test_inspect_of_a_manifest_that_does_not_list_its_report(pairs, capsys, tmp_path):
+    failed(capsys, damage(pairs, tmp_path, parity="other.json"), 2, "manifest.json", "'other.json' is not in files")
 
 
 def test_doctor(pairs, capsys):
@@ -100,7 +146,8 @@ def test_interrupted(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(inspect, "run", interrupt)
-    failed(capsys, ["inspect", "x"], 130, "interrupted")
+    failed(capsys, ["inspect", "x"], 130, "dspark inspect: error: interrupted")
+    failed(capsys, ["inspect", "x", "--json"], 130, "interrupted")
 
 
 def test_a_reader_that_went_away(pairs):

@@ -1,9 +1,14 @@
+import hashlib
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 from command_line import failed
+from fakes import Language, fake_decoder, right_for
 
+from dspark.runtime import Draft
 from dspark.tools.cli import main
 
 STATS = {
@@ -12,14 +17,17 @@ STATS = {
     "verified",
     "accepted",
     "emitted",
+    "ended_rounds",
     "acceptance_length",
     "accepted_per_position",
     "verified_per_position",
     "direct_full_commits",
     "direct_partial_commits",
     "replay_fallbacks",
+    "prefill_ms",
     "draft_ms",
     "verify_ms",
+    "engine_ms",
     "total_ms",
     "tokens_per_second",
 }
@@ -45,6 +53,8 @@ def test_json_is_exactly_the_contracts(capsys, bundle):
     stats = answer["stats"]
     assert stats["emitted"] == len(answer["token_ids"]) == 20 and answer["finish_reason"] == "length"
     assert stats["acceptance_length"] == (stats["emitted"] - 1) / stats["rounds"]
+    assert stats["emitted"] == 1 + stats["accepted"] + stats["rounds"] - stats["ended_rounds"]
+    assert stats["total_ms"] > stats["prefill_ms"] > 0 and stats["total_ms"] > stats["engine_ms"] > 0
 
 
 def test_text_is_streamed_to_stdout(capsys, bundle):
@@ -91,6 +101,64 @@ def test_trace(capsys, bundle, tmp_path):
         assert r["target_length"][1] - r["target_length"][0] == r["accepted"] + 1
         assert r["confidences"] is None if not r["drafts"] else len(r["confidences"]) == len(r["drafts"])
         assert r["total_ms"] >= r["engine_ms"] and r["total_ms"] >= r["draft_ms"] + r["verify_ms"] - 0.01
+
+
+def documented_fields():
+    """The names in the first column of the trace's table."""
+    text = (Path(__file__).parents[2] / "docs" / "statistics.md").read_text(encoding="utf-8")
+    table = text.partition("## Trace")[2].partition("## Training")[0]
+    return {name for row in re.findall(r"^\| (`[^|]*) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_every_field_of_the_trace_is_documented(capsys, bundle, tmp_path):
+    generate(capsys, bundle, "--json", "--trace", str(tmp_path / "trace"))
+    line = json.loads((tmp_path / "trace").read_text(encoding="utf-8").splitlines()[0])
+    assert set(line) == documented_fields()
+
+
+def with_drafter(monkeypatch, right):
+    """`dspark generate` on a fake pair whose drafter has so many of its tokens right; None: it proposes nothing."""
+    language = Language(7)
+    policy = right_for(language, lambda position: right or 0)
+    decoder = fake_decoder(language, policy, confidence=lambda drafts: [0.5] * len(drafts))
+    if right is None:
+        monkeypatch.setattr("dspark.runtime.draft.Drafter.propose", lambda *_args, **_options: Draft([], None))
+    decoder.encode = lambda prompt, first=True: [1, 2, 3]
+    monkeypatch.setattr("dspark.runtime.load", lambda folder, **options: decoder)
+
+
+@pytest.mark.parametrize(
+    ("right", "options", "word"),
+    [
+        (0, ["--max-new-tokens", "17"], "accepted none of 65 drafts in 16 rounds"),
+        (0, ["--max-new-tokens", "16"], None),
+        (1, ["--max-new-tokens", "40"], None),
+        (0, ["--max-new-tokens", "17", "--confidence-threshold", "1"], "no draft was verified in 16 rounds"),
+        (None, ["--max-new-tokens", "3"], "proposed nothing in 2 rounds"),
+        (None, ["--max-new-tokens", "2"], None),
+        (None, ["--max-new-tokens", "30", "--mode", "plain"], None),
+    ],
+)
+def test_a_useless_drafter_is_warned_about(capsys, monkeypatch, right, options, word):
+    with_drafter(monkeypatch, right)
+    assert main(["generate", "x", "--prompt", "a", "--ignore-eos", "--json", *options]) == 0
+    err = capsys.readouterr().err
+    assert err.count("\n") == (word is not None)
+    assert word is None or (word in err and err.startswith("dspark generate: warning: "))
+
+
+def test_a_tokenizer_of_another_model(capsys, pairs, tmp_path):
+    """Ids that the target does not have would be rows of the embedding that are not there."""
+    folder = shutil.copytree(pairs("qwen3-vanilla").bundle, tmp_path / "bundle")
+    raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    raw["model"]["vocab"]["Q"] = 300
+    data = json.dumps(raw).encode()
+    (folder / "tokenizer.json").write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"]["tokenizer.json"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    for chat in ([], ["--chat"]):
+        failed(capsys, ["generate", str(folder), "--prompt", "aQ", *chat], 2, "token 300 at index", str(folder), "271")
 
 
 def test_chat_and_prompt_file(capsys, bundle, tmp_path):

@@ -13,6 +13,15 @@ def test_prompts_are_read_with_defaults(tmp_path):
     assert read_prompts(file) == [Prompt("1", "text", "ä b"), Prompt("x", "code", "c")]
 
 
+def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c\x85"}\n', encoding="utf-8")
+    assert [(p.id, p.prompt, p.where) for p in read_prompts(file)] == [
+        ("1", "a\u2028b", f"{file}: line 1"),
+        ("2", "c\x85", f"{file}: line 2"),
+    ]
+
+
 @pytest.mark.parametrize(
     "text, problem",
     [
@@ -21,6 +30,10 @@ def test_prompts_are_read_with_defaults(tmp_path):
         ("not json", "line 1"),
         ("[1]", "line 1"),
         ('{"prompt": ["a"]}', "line 1"),
+        ('{"prompt": [true]}', "line 1"),
+        ('{"prompt": "a"}\n\n{"prompt": ""}', "line 3.*empty"),
+        ('{"prompt": []}', "line 1.*empty"),
+        ('{"prompt": ' + "[" * 100_000, "line 1"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}', "same id"),
     ],
 )

@@ -27,6 +27,12 @@ def add_parser(subparsers) -> None:
         help="besides the full block, also measure this threshold; may be given several times",
     )
     parser.add_argument("--draft-len", type=int, metavar="N", help="drafts per round; default: the bundle's")
+    parser.add_argument(
+        "--backend",
+        default="onnxruntime",
+        metavar="NAME",
+        help="onnxruntime (default, CPU), tensorrt or tensorrt-rtx",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -42,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit {args.limit}: must be at least 1")
-    decoder = load(args.bundle, threads=args.threads)
+    decoder = load(args.bundle, backend=args.backend, threads=args.threads)
     file = args.prompts or str(resources.files("dspark.demo") / "prompts" / "heldout.jsonl")
     prompts = m.encode_prompts(read_prompts(Path(file)), decoder, args.limit)
     settings = [m.Setting(m.PLAIN, {"mode": "plain"}), m.Setting("full block", {"draft_len": args.draft_len})]
@@ -63,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         "bundle": str(args.bundle),
         "prompts": file,
         "max_new_tokens": args.max_new_tokens,
+        "backend": args.backend,
         "threads": args.threads,
         **m.report(decoder, runs),
     }

@@ -4,7 +4,6 @@ Nothing heavy is imported: presence is asked of the package finder, the GPU of t
 """
 
 import argparse
-import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -12,13 +11,14 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 
 from dspark import __version__
+from dspark.cuda import query
 from dspark.errors import DSparkError
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "polygraphy", "safetensors")
-PACKAGES = ("numpy", "tokenizers", "jinja2", "onnxruntime", "onnxruntime-gpu", *EXPORT_PACKAGES, "gguf", "accelerate")
+RUNTIME_PACKAGES = ("numpy", "tokenizers", "jinja2", "onnxruntime", "onnxruntime-gpu", "cuda-bindings")
+PACKAGES = (*RUNTIME_PACKAGES, *EXPORT_PACKAGES, "gguf", "accelerate")
 TENSORRT = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX", "tensorrt_lean": "TensorRT lean runtime"}
 
 
@@ -78,34 +78,10 @@ def _providers() -> list[str]:
 
 
 def _cuda() -> dict:
-    """Driver version and GPUs from libcuda; {"error": why} where there are none."""
-    names = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
-    for name in names:
-        try:
-            cuda = ctypes.CDLL(name)
-            break
-        except OSError:
-            continue
-    else:
-        return {"driver": None, "gpus": [], "error": f"no CUDA driver ({names[0]} not found)"}
-    code = cuda.cuInit(0)
-    if code:
-        return {"driver": None, "gpus": [], "error": f"the CUDA driver does not start (cuInit: error {code})"}
-    version, count = ctypes.c_int(), ctypes.c_int()
-    cuda.cuDriverGetVersion(ctypes.byref(version))
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    gpus = []
-    for index in range(count.value):
-        device, label, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        cuda.cuDeviceGet(ctypes.byref(device), index)
-        cuda.cuDeviceGetName(label, len(label), device)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-        # Attributes 75 and 76: the compute capability.
-        cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-        gpus.append({"name": label.value.decode(), "sm": major.value * 10 + minor.value, "memory": memory.value})
-    return {"driver": f"{version.value // 1000}.{version.value % 1000 // 10}", "gpus": gpus, "error": None}
+    """Driver version and GPUs; {"error": why} where there are none."""
+    cuda = query()
+    gpus = [{"name": g.name, "sm": g.capability[0] * 10 + g.capability[1], "memory": g.memory} for g in cuda.gpus]
+    return {"driver": cuda.driver, "gpus": gpus, "error": cuda.error}
 
 
 def _plugin_library() -> str | None:
@@ -139,6 +115,18 @@ def _abilities(report: dict) -> dict[str, dict]:
     missing = [name for name in EXPORT_PACKAGES if packages[name] is None]
     flavours = [label for name, label in TENSORRT.items() if tensorrt[name]]
     gpu = cuda["gpus"][0]["name"] if cuda["gpus"] else None
+    # The lean runtime only loads; TensorRT itself times kernels on the GPU, TensorRT-RTX does not.
+    builder = "TensorRT-RTX" if tensorrt["tensorrt_rtx"] else "TensorRT" if tensorrt["tensorrt"] else None
+    to_build = {
+        "pip install '.[tensorrt-rtx]'": builder,
+        "make plugins": report["plugin_library"],
+        "a GPU for TensorRT": builder == "TensorRT-RTX" or gpu,
+    }
+    to_run = {
+        f"a GPU ({cuda['error'] or 'the driver shows none'})": gpu,
+        "pip install '.[tensorrt]', or '.[tensorrt-rtx]'": builder and packages["cuda-bindings"],
+    }
+    lacking, missing_to_run = ([name for name, there in part.items() if not there] for part in (to_build, to_run))
     on_cpu = "CPUExecutionProvider" in report["onnxruntime_providers"]
     answers = {
         "generate on the CPU": (on_cpu, "ONNX Runtime" if on_cpu else "pip install '.[cpu]'"),
@@ -148,7 +136,11 @@ def _abilities(report: dict) -> dict[str, dict]:
         ),
         "compile CUDA": (report["nvcc"] is not None, report["nvcc"] or "no nvcc on PATH"),
         "load TensorRT": (bool(flavours), ", ".join(flavours) or "no TensorRT package is installed"),
-        "generate on a GPU": (False, "not in this version" + (f"; this machine has {gpu}" if gpu else "")),
+        "build TensorRT engines": (not lacking, f"missing: {', '.join(lacking)}" if lacking else str(builder)),
+        "generate on a GPU": (
+            not missing_to_run,
+            f"missing: {', '.join(missing_to_run)}" if missing_to_run else str(gpu),
+        ),
     }
     return {ability: {"yes": yes, "why": why} for ability, (yes, why) in answers.items()}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from dspark.errors import UsageError
 
+USELESS_ROUNDS = 16  # without an accepted draft, from which on it is no chance
+
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
@@ -31,6 +33,12 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--draft-len", type=int, metavar="N", help="drafts per round; default: the bundle's")
     parser.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens per target forward")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at stop tokens")
+    parser.add_argument(
+        "--backend",
+        default="onnxruntime",
+        metavar="NAME",
+        help="onnxruntime (default, CPU), tensorrt or tensorrt-rtx",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
     parser.add_argument("--trace", metavar="FILE", help="write one JSON line per round")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
@@ -41,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from dspark.runtime.trace import tracer
 
     text = _prompt(args)
-    decoder = load(args.bundle, threads=args.threads)
+    decoder = load(args.bundle, backend=args.backend, threads=args.threads)
     options = {
         "max_new_tokens": args.max_new_tokens,
         "mode": args.mode,
@@ -75,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print()
         print(_summary(generation), file=sys.stderr)
+    warning = _warning(generation.stats) if args.mode == "speculative" else None
+    if warning:
+        print(f"dspark generate: warning: {warning}", file=sys.stderr)
     return 0
 
 
@@ -92,6 +103,20 @@ def _prompt(args: argparse.Namespace) -> str:
     if not text:
         raise UsageError(f"{where}: the prompt is empty")
     return text
+
+
+def _warning(stats) -> str | None:
+    """A drafter that is of no use: the text is right all the same, so that nothing else would show it."""
+    if stats.rounds > 1 and not stats.drafted:  # a single round may have had no room for a draft
+        return f"the drafter proposed nothing in {stats.rounds} rounds; the text was decoded plainly"
+    if stats.rounds >= USELESS_ROUNDS and not stats.verified:
+        return f"no draft was verified in {stats.rounds} rounds; lower --confidence-threshold"
+    if stats.rounds >= USELESS_ROUNDS and not stats.accepted:
+        return (
+            f"the target accepted none of {stats.verified} drafts in {stats.rounds} rounds: the drafter does not fit"
+            " the target, or is untrained"
+        )
+    return None
 
 
 def _summary(generation) -> str:

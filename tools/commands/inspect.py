@@ -14,11 +14,12 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dspark.reading import read_object
     from dspark.runtime.bundle import open_bundle
 
     bundle = open_bundle(args.bundle)
     manifest = bundle.manifest
-    parity = json.loads(bundle.path(manifest.parity).read_text(encoding="utf-8")) if manifest.parity else None
+    parity = read_object(bundle.path(manifest.parity), "export the bundle again") if manifest.parity else None
     total = sum(entry.size for entry in manifest.files.values())
     if args.json:
         described = dataclasses.asdict(manifest)
@@ -59,13 +60,20 @@ def _lines(bundle, total: int, parity):
     for graph in m.io:
         inputs, outputs = (", ".join(t.name for t in tensors) for tensors in (graph.inputs, graph.outputs))
         yield f"graph       {graph.file}: {graph.role}, {graph.form}; {inputs} -> {outputs}; {len(graph.caches)} caches"
-    for engine in m.engines:
-        yield f"engine      {engine.get('backend')}: {engine.get('file')}"
+    for e in m.engines:
+        yield f"engine      {e.file}: {e.graph}, {e.backend} {e.trt_version}, {e.dtype}, for {', '.join(_gpus(e))}"
+    for p in m.plugins:
+        yield f"plugin      {p.namespace}::{p.name} {p.version}: {p.file}"
     if m.parity:
-        passed = parity.get("passed") if isinstance(parity, dict) else None
+        passed = parity.get("passed")
         yield f"parity      {m.parity}{'' if passed is None else ': passed' if passed else ': FAILED'}"
     for name, entry in sorted(m.files.items()):
         yield f"file        {name}  {_size(entry.size)}  sha256 {entry.sha256[:12]}"
+
+
+def _gpus(engine) -> list[str]:
+    wider = {"ampere-plus": ["and newer"], "same-compute-capability": ["alike"]}
+    return [*engine.compute_capabilities, *wider.get(engine.hardware_compatibility, [])]
 
 
 def _tool(tool: dict[str, str]) -> list[tuple[str, str]]:

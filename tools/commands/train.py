@@ -34,7 +34,13 @@ def add_parser(subparsers) -> None:
     drafter.add_argument("--markov-head", choices=HEADS, default="vanilla", help="none: a DFlash drafter (vanilla)")
     drafter.add_argument("--markov-rank", type=int, default=64, metavar="R", help="rank of the Markov head (64)")
     drafter.add_argument("--draft-vocab-size", type=int, metavar="N", help="most frequent tokens to propose (all)")
-    drafter.add_argument("--mask-token-id", type=int, metavar="I", help="an id that no text uses (the mask token)")
+    drafter.add_argument(
+        "--mask-token-id",
+        type=int,
+        metavar="I",
+        help="token that stands for every draft that is still to be found, behind the anchor; take one that no text "
+        "uses, such as a reserved token of the tokenizer (the tokenizer's mask token, if it has one)",
+    )
 
     recipe = parser.add_argument_group("recipe")
     recipe.add_argument(
@@ -59,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
     if not args.learning_rate > 0:
         raise UsageError(f"--learning-rate: {args.learning_rate} is not a positive number")
     try:
-        import torch
-
         from dspark.export.quiet import import_quietly
 
-        import_quietly()  # before anything that imports transformers
+        import_quietly()  # before anything that imports transformers or tqdm, as torch does
+        import torch
+
         from dspark.tools.training.batches import Recipe
         from dspark.tools.training.pipeline import Job, run_training
+        from dspark.tools.training.progress import Heartbeat
     except ModuleNotFoundError as error:
         raise DSparkError(f"package {error.name!r} is not installed; run `pip install '.[export]'`") from error
     if args.threads:
@@ -95,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     try:
-        result = run_training(job, log=lambda line: print(line, file=sys.stderr, flush=True))
+        with Heartbeat(lambda line: print(line, file=sys.stderr, flush=True)) as log:
+            result = run_training(job, log)
     except OSError as error:
         where, why = error.filename or job.work, error.strerror or error
         raise DSparkError(f"{where}: {why}; mend that and run the same command again, it resumes") from error

@@ -8,7 +8,8 @@ training reads only what it draws and several trainings can share one copy.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,11 @@ def write_features(
     """
     texts = [(r["kind"], r["prompt"] + r["response"], len(r["prompt"])) for r in responses]
     texts.sort(key=lambda t: len(t[1]))
-    aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     head = model.get_output_embeddings()
     rows_of_texts: list[dict] = []
     rows = tap_width = 0
     with (
+        _aside(folder) as aside,
         open(aside / "tokens.bin", "wb") as tokens_file,
         open(aside / "taps.bin", "wb") as taps_file,
         open(aside / "top_ids.bin", "wb") as ids_file,
@@ -118,8 +117,20 @@ def write_features(
                 rows += n
             if progress:
                 progress(at, len(texts))
-    meta = {"rows": rows, "tap_width": tap_width, "target_layer_ids": list(target_layer_ids), "texts": rows_of_texts}
-    (aside / "features.json").write_text(json.dumps(meta), encoding="utf-8")
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(aside, folder)
+        meta = {"rows": rows, "tap_width": tap_width, "target_layer_ids": list(target_layer_ids)}
+        (aside / "features.json").write_text(json.dumps(meta | {"texts": rows_of_texts}), encoding="utf-8")
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A folder to write in. It becomes `folder`, replacing what is there, when all is written, and goes when not."""
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

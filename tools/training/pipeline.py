@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from dspark.errors import UsageError
+from dspark.export.bundle import building
 from dspark.export.checkpoints import load_checkpoint
 from dspark.export.config import DrafterConfig
 from dspark.export.demo import DEMO, demo_target
@@ -64,6 +64,7 @@ def run_training(job: Job, log: Log) -> dict:
     prompts = {name: read_prompts(file) for name, file in sets.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = _Stopwatch()
+    log(f"loading the target {job.target}")
     model, tokenizer = load(job.target, torch.bfloat16)
     config = configure(job, model.config, tokenizer)
     start = load_checkpoint(job.start_from) if job.start_from else None
@@ -83,6 +84,7 @@ def run_training(job: Job, log: Log) -> dict:
     clock.lap("features")
     del model
 
+    log("making the drafter from the target")
     d2t = choose_vocabulary(features["train"].tokens, config.draft_vocab_size, config.vocab_size)
     if start is not None:
         d2t = start.tensors.get("d2t", d2t)
@@ -98,13 +100,14 @@ def run_training(job: Job, log: Log) -> dict:
 
     tokens = len(features["train"].tokens)
     checkpoint = job.work / f"training-{job.markov_head}-{fingerprint(config, job.recipe, tokens, job.start_from)}.pt"
+    log(f"training on {tokens} tokens")
     train(drafter, samplers["train"], job.recipe, checkpoint, evaluate, log=log)
+    if "heldout" in samplers:
+        log("simulated decoding of all held-out texts")
     heldout = evaluate(None)
     clock.lap("training")
-    aside = job.out.with_name(job.out.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    save_drafter(drafter, aside)
-    aside.rename(job.out)
+    with building(job.out) as aside:
+        save_drafter(drafter, aside)
     return {
         "out": str(job.out),
         "device": device.type,

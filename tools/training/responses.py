@@ -51,9 +51,13 @@ def write_responses(
     `progress(prompts done, prompts)` is called per batch. UsageError where the file answers other prompts.
     """
     wanted = {p.id: (p, encode(tokenizer, p.prompt)) for p in prompts}
-    for name, (_, ids) in wanted.items():
-        if not ids or not all(0 <= token < model.config.vocab_size for token in ids):
-            raise UsageError(f"prompt {name}: is empty, or holds a token id that the target does not have")
+    for name, (p, ids) in wanted.items():
+        if not ids:
+            raise UsageError(f"{p.where}: prompt {name!r} is empty; leave it out")
+        for token in ids:
+            if not 0 <= token < model.config.vocab_size:
+                size = model.config.vocab_size
+                raise UsageError(f"{p.where}: prompt {name!r}: token {token}, but the target has ids 0 to {size - 1}")
     done = {r["id"]: r["prompt"] for r in read_responses(file)}
     if any(name not in wanted or wanted[name][1] != ids for name, ids in done.items()):
         raise UsageError(f"{file}: holds responses to other prompts; give another --work folder, or remove the file")

@@ -1,5 +1,7 @@
 import argparse
 import json
+import subprocess
+import sys
 
 import builders
 import pytest
@@ -53,6 +55,35 @@ def test_prompts_become_a_checkpoint_and_a_result(target, prompts, tmp_path, cap
     assert config.num_target_layers == 4 and config.mask_token_id == 260
 
 
+def test_every_part_is_announced_before_it_begins(target, prompts, tmp_path, capsys, monkeypatch):
+    """The first batch of responses takes minutes on a CPU, and says nothing of its own until it is done."""
+    started = []
+    write = pipeline.write_responses
+
+    def observed(*args, progress, **options):
+        def show(done, total):
+            progress(done, total)
+            started.append(capsys.readouterr().err)
+
+        write(*args, progress=show, **options)
+
+    monkeypatch.setattr(pipeline, "write_responses", observed)
+    run(target, prompts, tmp_path / "out")
+    assert "loading the target" in started[0] and "train: responses 0/6" in started[0]
+
+
+def test_an_interrupted_end_leaves_no_folder(target, prompts, tmp_path, monkeypatch):
+    def killed(drafter, folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "save_drafter", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, prompts, tmp_path / "out", "--work", str(tmp_path / "work"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "work"]
+
+
 def test_a_twin_shares_responses_and_features_but_not_the_training(target, prompts, tmp_path, capsys, monkeypatch):
     work = tmp_path / "work"
     run(target, prompts, tmp_path / "dspark", "--work", str(work))
@@ -99,6 +130,21 @@ def test_options_that_cannot_be_used_leave_nothing_behind(target, prompts, tmp_p
     with pytest.raises(UsageError, match=named):
         run(target, prompts, tmp_path / "out", *options)
     assert set(tmp_path.iterdir()) == before
+
+
+def test_no_bar_of_another_library_is_drawn():
+    program = """
+from dspark.errors import UsageError
+from dspark.tools.cli import build_parser
+from dspark.tools.commands import train
+try:
+    train.run(build_parser().parse_args(["train", "--target", "x", "--prompts", "no/file", "--out", "no/folder"]))
+except UsageError:
+    from tqdm import tqdm
+    print(tqdm(range(1)).disable)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_an_output_folder_that_exists_is_refused(target, prompts, tmp_path):

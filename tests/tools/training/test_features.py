@@ -62,7 +62,7 @@ def test_an_interrupted_run_leaves_no_folder_and_a_new_one_replaces(model, tmp_p
 
     with pytest.raises(KeyboardInterrupt):
         write_features(model, responses(), TAPS, folder, batch_tokens=30, progress=killed)
-    assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []
     write_features(model, responses(), TAPS, folder)
     write_features(model, responses()[:2], TAPS, folder)
     assert len(Features(folder).texts) == 2

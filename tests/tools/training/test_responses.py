@@ -97,8 +97,9 @@ def test_an_interrupted_run_continues(model, tmp_path):
 
 @pytest.mark.parametrize("prompt", ["", [3, 40], [-1]])
 def test_prompts_that_the_target_cannot_read_are_named(model, tmp_path, prompt):
-    with pytest.raises(UsageError, match="prompt bad"):
-        write_responses(model, Bytes(), [*PROMPTS, Prompt("bad", "a", prompt)], tmp_path / "r.jsonl", max_new_tokens=2)
+    bad = Prompt("bad", "a", prompt, "prompts.jsonl: line 6")
+    with pytest.raises(UsageError, match=f"line 6: prompt 'bad'.*{prompt[-1] if prompt else 'empty'}"):
+        write_responses(model, Bytes(), [*PROMPTS, bad], tmp_path / "r.jsonl", max_new_tokens=2)
     assert not (tmp_path / "r.jsonl").exists()
 
 

@@ -1,0 +1,59 @@
+"""How large each dimension of a graph may be: TensorRT's optimisation profile, by dimension and not by input."""
+
+from collections.abc import Mapping
+
+from dspark.errors import UsageError
+from dspark.manifest import Graph, Manifest, sized
+
+Sizes = tuple[int, int, int]  # smallest, usual, largest
+CHUNK = 512  # rows of a prompt that the runtime gives to one step
+
+
+def plan(manifest: Manifest, role: str, wanted: Mapping[str, Sizes], fixed_block: bool = False) -> dict[str, Sizes]:
+    """The sizes of every dimension of a role's portable graph: those `wanted`, else what the bundle's limits ask for.
+
+    fixed_block: blocks have the drafter's block size and no other. UsageError, naming the input, for sizes that are no
+    range or that the runtime would leave.
+    """
+    graph = manifest.graph(role, "portable")
+    block, batch = manifest.drafter.block_size, manifest.profiles.max_batch_size
+    rows, most = batch * (manifest.profiles.draft_len + 1), batch * (block + 1)
+    # The block's own rows are written behind the committed ones.
+    capacity = manifest.profiles.max_context_len + block
+    sizes: dict[str, Sizes] = {"R": (1, batch, batch), "P": (1, batch, batch), "N": (1, 1, 1)}
+    sizes["C"] = (block + 1, capacity, capacity)
+    if role == "target":
+        sizes |= {"T": (1, rows, max(CHUNK, most)), "L": (1, rows, most)}
+    else:
+        draft_len = block if fixed_block else manifest.profiles.draft_len
+        sizes |= {"G": (block if fixed_block else 1, draft_len, block), "Tc": (1, rows, max(CHUNK, most))}
+    needed = {name: largest for name, (_, _, largest) in sizes.items()} | {"T": most, "Tc": most}
+    for name in sizes:
+        if name not in wanted:
+            continue
+        chosen = smallest, _, largest = wanted[name]
+        where = f"--profile {name}={':'.join(map(str, chosen))}: input {_input_with(graph, name)!r}"
+        if not 1 <= smallest <= chosen[1] <= largest:
+            raise UsageError(f"{where} needs 1 <= smallest <= usual <= largest")
+        if largest < needed[name]:
+            raise UsageError(f"{where} gets up to {needed[name]}; the largest size must be at least that")
+        if name == "G" and (largest > block or (fixed_block and smallest < block)):
+            only = f"of exactly {block}" if fixed_block else f"of 1 to {block}"
+            raise UsageError(f"{where} has blocks {only} positions with this drafter")
+        sizes[name] = chosen
+    return sizes
+
+
+def input_shapes(graph: Graph, sizes: Mapping[str, Sizes]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """For every input of the graph, caches included, its smallest, usual and largest shape."""
+    at = [{name: of_three[i] for name, of_three in sizes.items()} for i in range(3)]
+    return {name: tuple(sized(shape, one) for one in at) for name, shape in _shapes(graph).items()}
+
+
+def _shapes(graph: Graph) -> dict[str, tuple[int | str, ...]]:
+    caches = {pair.input: ("P", pair.kv_heads, "C", pair.head_dim) for pair in graph.caches}
+    return {tensor.name: tensor.shape for tensor in graph.inputs} | caches
+
+
+def _input_with(graph: Graph, dimension: str) -> str:
+    return next(name for name, shape in _shapes(graph).items() if dimension in shape)

@@ -1,0 +1,36 @@
+"""The engines of a bundle by backend."""
+
+from collections.abc import Sequence
+
+from dspark.errors import UsageError
+from dspark.runtime.bundle import Bundle
+from dspark.runtime.engines.base import Engine
+from dspark.runtime.engines.onnxruntime import FORM, OnnxRuntimeEngine
+from dspark.tensorrt import BACKENDS as TENSORRT
+
+ONNXRUNTIME = "onnxruntime"
+BACKENDS = (ONNXRUNTIME, *TENSORRT)
+
+
+def open_engines(
+    bundle: Bundle, roles: Sequence[str], backend: str, limit: int, threads: int | None = None
+) -> list[Engine]:
+    """The engine of every role, with caches for requests of `limit` tokens.
+
+    threads: of ONNX Runtime, per run; None: one per core. UsageError: no such backend; DSparkError: it is not there,
+    or the bundle has nothing for it.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r}: not known; choose one of {', '.join(BACKENDS)}")
+    # A step may write rows beyond those that are committed after it; they need room too.
+    block_size = bundle.manifest.drafter.block_size
+    if backend == ONNXRUNTIME:
+        slack = {role: bundle.manifest.graph(role, FORM).cache_slack * block_size for role in roles}
+        return [OnnxRuntimeEngine(bundle, role, limit + slack[role], threads) for role in roles]
+    from dspark.runtime.engines.tensorrt import TensorRTEngine
+
+    engines: list[TensorRTEngine] = []
+    for role in roles:
+        device = engines[0].device if engines else None  # one stream: they hand rows to each other
+        engines.append(TensorRTEngine(bundle, role, limit + block_size, backend, device))
+    return list(engines)

@@ -1,0 +1,356 @@
+"""Engines in a bundle: options and profiles are checked before anything is built, a failure leaves all as it was, and
+TensorRT-RTX builds a tiny pair (marker trt)."""
+
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import onnx
+import pytest
+
+from dspark import cuda, plugins, tensorrt
+from dspark.errors import DSparkError, UsageError
+from dspark.export import engines, network
+from dspark.export.engines import build_engines, check_options, plan_all, prepare
+from dspark.export.lowering.tensorrt import DTYPES, lower
+from dspark.export.network import Options, build_engine
+from dspark.export.profiles import input_shapes, plan
+from dspark.manifest import read_manifest
+from dspark.runtime.bundle import open_bundle
+
+RTX = Options("tensorrt-rtx")
+
+
+@pytest.fixture(scope="module")
+def made(finished):
+    return read_manifest(finished)
+
+
+class TestProfiles:
+    def test_they_hold_what_the_runtime_asks_for(self, made):
+        target, drafter = (plan(made, role, {}) for role in ("target", "drafter"))
+        assert target["T"] == (1, 6, 512) and target["L"] == (1, 6, 6)
+        assert drafter["G"] == (1, 5, 5) and drafter["Tc"] == (1, 6, 512)
+        # The block's own rows lie behind the committed ones.
+        assert target["C"] == drafter["C"] == (6, 517, 517)
+
+    def test_batches_and_short_drafts(self, made):
+        profiles = dataclasses.replace(made.profiles, max_batch_size=100, draft_len=2)
+        sizes = plan(dataclasses.replace(made, profiles=profiles), "target", {})
+        assert sizes["T"] == (1, 300, 600) and sizes["R"] == (1, 100, 100)
+
+    def test_every_input_gets_its_shapes(self, made):
+        graph = made.graph("target", "portable")
+        shapes = input_shapes(graph, plan(made, "target", {}))
+        assert set(shapes) == {t.name for t in graph.inputs} | {p.input for p in graph.caches}
+        assert shapes["row_start"] == ((2,), (2,), (2,)) and shapes["tokens"] == ((1,), (6,), (512,))
+        assert shapes["key_cache.0"] == ((1, 2, 6, 16), (1, 2, 517, 16), (1, 2, 517, 16))
+
+    def test_blocks_of_one_length(self, made):
+        assert plan(made, "drafter", {}, fixed_block=True)["G"] == (5, 5, 5)
+
+    def test_wanted_sizes_are_taken(self, made):
+        assert plan(made, "target", {"T": (2, 8, 1024)})["T"] == (2, 8, 1024)
+
+    @pytest.mark.parametrize(
+        ("role", "name", "sizes", "words"),
+        [
+            ("target", "T", (2, 1, 600), ["--profile T=2:1:600", "'tokens'", "smallest <= usual"]),
+            ("target", "T", (0, 1, 600), ["'tokens'", "1 <= smallest"]),
+            ("target", "T", (1, 2, 3), ["'tokens'", "up to 6"]),
+            ("target", "L", (1, 2, 3), ["'logit_rows'", "up to 6"]),
+            ("target", "C", (1, 100, 200), ["'key_cache.0'", "up to 517"]),
+            ("drafter", "G", (1, 5, 9), ["'tokens'", "of 1 to 5"]),
+            ("drafter", "Tc", (1, 2, 3), ["'taps'", "up to 6"]),
+        ],
+    )
+    def test_wrong_sizes_name_the_input(self, made, role, name, sizes, words):
+        with pytest.raises(UsageError) as caught:
+            plan(made, role, {name: sizes})
+        for word in words:
+            assert word in str(caught.value)
+
+    def test_blocks_of_one_length_have_no_range(self, made):
+        with pytest.raises(UsageError, match="of exactly 5"):
+            plan(made, "drafter", {"G": (1, 5, 5)}, fixed_block=True)
+
+    def test_unknown_dimension(self, made):
+        with pytest.raises(UsageError, match="--profile X: not a dimension of the graphs; there are R, P, N, C, T, L"):
+            plan_all(made, dataclasses.replace(RTX, profile={"X": (1, 2, 3)}))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options("cuda"), ["--backend cuda", "tensorrt, tensorrt-rtx"]),
+        (Options("tensorrt", dtype="int8"), ["--dtype int8", "fp32, fp16, bf16"]),
+        (Options("tensorrt", hardware_compatibility="all"), ["--hardware-compatibility-level all", "ampere-plus"]),
+        (Options("tensorrt", compute_capabilities=("8.9",)), ["--compute-capability", "tensorrt-rtx alone"]),
+        (Options("tensorrt-rtx", timing_cache=Path("x")), ["--timing-cache", "tensorrt alone"]),
+        (Options("tensorrt-rtx", version_compatible=True), ["--version-compatible", "tensorrt alone"]),
+        (Options("tensorrt-rtx", hardware_compatibility="ampere-plus"), ["--hardware-compat", "tensorrt alone"]),
+    ],
+    ids=str,
+)
+def test_wrong_options(options, words):
+    with pytest.raises(UsageError) as caught:
+        check_options(options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """A TensorRT-RTX and a plugin library that build nothing."""
+    library = tmp_path / "libdspark_plugins.so"
+    library.write_bytes(b"plugins")
+    members = dict.fromkeys(("CURRENT", "NONE", "SM75", "SM80", "SM86", "SM120"))
+    trt = SimpleNamespace(__version__="1.7.1", ComputeCapability=SimpleNamespace(__members__=members))
+    monkeypatch.setattr(engines, "import_tensorrt", lambda backend: trt)
+    monkeypatch.setattr(plugins, "plugin_library_path", lambda: library)
+    monkeypatch.setattr(plugins, "register", lambda trt, library=None: None)
+    monkeypatch.setattr(cuda, "query", lambda: cuda.Cuda(None, (), "no driver"))
+    built = []
+
+    def build(trt, graph, shapes, options, progress):
+        built.append((graph.file.stem, options))
+        return f"engine {len(built)}".encode()
+
+    monkeypatch.setattr(engines, "build_engine", build)
+    return SimpleNamespace(built=built, library=library)
+
+
+@pytest.fixture
+def bundle(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "bundle")
+
+
+def everything(folder):
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+class TestBuildEngines:
+    def test_manifest_and_files(self, bundle, fake):
+        before, stages = set(everything(bundle)), []
+        manifest = build_engines(bundle, RTX, stages.append)
+        opened = open_bundle(bundle)
+        assert opened.manifest == manifest
+        added = sorted(re.sub(r"[0-9a-f]{8}", "HASH", name) for name in set(everything(bundle)) - before)
+        assert added == [
+            "engines/drafter.tensorrt-rtx.bf16.HASH.engine",
+            "engines/target.tensorrt-rtx.bf16.HASH.engine",
+            "plugins/HASH/libdspark_plugins.so",
+        ]
+        target, drafter = manifest.engines
+        assert (target.graph, drafter.graph) == ("target", "drafter")
+        assert (target.backend, target.dtype, target.trt_version) == ("tensorrt-rtx", "bf16", "1.7.1")
+        assert target.compute_capabilities == ("8.0", "8.6", "12.0"), "all that know bf16"
+        assert opened.path(target.file).read_bytes() == b"engine 1"
+        assert target.profile["T"] == (1, 6, 512) and drafter.profile["G"] == (1, 5, 5)
+        assert {(p.name, p.version, p.namespace) for p in manifest.plugins} == {
+            ("BlockAttention", "1", "dspark"), ("MarkovArgmax", "1", "dspark")
+        }  # fmt: skip
+        assert {p.sha256 for p in manifest.plugins} == {target.plugins} == {drafter.plugins}
+        assert opened.path(manifest.plugins[0].file).read_bytes() == b"plugins"
+        lowering = [f"lowering the {role} graph to bf16" for role in ("target", "drafter")]
+        assert stages == [*lowering, "adding the engines to the bundle"]
+
+    def test_equal_ones_are_replaced_and_others_stay(self, bundle, fake):
+        one, other = (dataclasses.replace(RTX, compute_capabilities=(gpu,)) for gpu in ("8.0", "12.0"))
+        first = build_engines(bundle, one, lambda stage: None)
+        both = build_engines(bundle, other, lambda stage: None)
+        assert len(both.engines) == 4 and both.engines[2:] == first.engines, "the newest come first"
+        fake.library.write_bytes(b"newer plugins")
+        again = build_engines(bundle, dataclasses.replace(one, dtype="fp16"), lambda stage: None)
+        assert len(again.engines) == 4 and not any(engine in again.engines for engine in first.engines)
+        assert len({p.file for p in again.plugins}) == 2, "the others need the older library"
+        names = set(everything(bundle))
+        assert {e.file for e in first.engines} & names == set()
+        assert {e.file for e in again.engines} <= names
+        last = build_engines(bundle, other, lambda stage: None)
+        assert len({p.file for p in last.plugins}) == 1
+        assert len(list((bundle / "plugins").rglob("*.so"))) == len(list((bundle / "plugins").iterdir())) == 1
+        open_bundle(bundle)
+
+    def test_the_same_engine_again(self, bundle, fake, monkeypatch):
+        monkeypatch.setattr(engines, "build_engine", lambda trt, graph, *_: graph.file.stem.encode())
+        first = build_engines(bundle, RTX, lambda stage: None)
+        assert build_engines(bundle, RTX, lambda stage: None) == first
+        open_bundle(bundle)
+
+    @pytest.mark.parametrize("error", [DSparkError("x"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+    @pytest.mark.parametrize("at", ["lowering the drafter graph to bf16", "adding the engines to the bundle"])
+    def test_a_failure_leaves_the_bundle_as_it_was(self, bundle, fake, at, error):
+        before, beside = everything(bundle), os.listdir(bundle.parent)
+
+        def progress(stage):
+            open_bundle(bundle)  # it can be used all the while
+            if stage == at:
+                raise error
+
+        with pytest.raises(DSparkError if isinstance(error, OSError) else type(error)):
+            build_engines(bundle, RTX, progress)
+        assert everything(bundle) == before and os.listdir(bundle.parent) == beside
+
+    def test_a_failure_in_the_last_step(self, bundle, fake, monkeypatch):
+        build_engines(bundle, RTX, lambda stage: None)
+        before = everything(bundle)
+        replace = Path.replace
+
+        def refuse(self, target):
+            if target == bundle / "manifest.json":
+                raise OSError(28, "No space left on device")
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", refuse)
+        with pytest.raises(DSparkError, match="no space left"):
+            build_engines(bundle, RTX, lambda stage: None)
+        assert everything(bundle) == before
+
+    def test_markov_in_plain_layers(self, bundle, fake):
+        manifest = build_engines(bundle, dataclasses.replace(RTX, unroll_markov=True), lambda stage: None)
+        assert [p.name for p in manifest.plugins] == ["BlockAttention"]
+        assert manifest.engines[1].profile["G"] == (5, 5, 5)
+
+    @pytest.mark.parametrize(
+        ("dtype", "capability", "known"), [("bf16", "7.5", "8.0, 8.6, 12.0"), ("fp16", "9.0", "7.5, 8.0, 8.6, 12.0")]
+    )
+    def test_capability_that_cannot_be_built_for(self, bundle, fake, dtype, capability, known):
+        options = dataclasses.replace(RTX, dtype=dtype, compute_capabilities=(capability,))
+        with pytest.raises(UsageError, match=f"--compute-capability {capability}: .* builds {dtype} for {known}"):
+            build_engines(bundle, options, lambda stage: None)
+        assert not fake.built
+
+    def test_this_machines_gpu_is_the_default(self, bundle, fake, monkeypatch):
+        monkeypatch.setattr(cuda, "query", lambda: cuda.Cuda("13.0", (cuda.Gpu("G", (8, 6), 1),), None))
+        assert build_engines(bundle, RTX, lambda stage: None).engines[0].compute_capabilities == ("8.6",)
+
+
+def test_an_interrupted_build_ends(monkeypatch):
+    """What a signal raises comes through the main thread; the build runs in another one, and is told to stop."""
+    stopped = []
+
+    def interrupt(_number, _frame):
+        raise KeyboardInterrupt
+
+    def build(trt, graph, shapes, options, progress, stop):
+        time.sleep(0.2)  # until the main thread waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        stopped.append(stop.wait(20))
+
+    monkeypatch.setattr(network, "_build", build)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_engine(None, None, {}, RTX, lambda stage: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped == [True]
+
+
+class TestMissing:
+    def test_package(self, bundle, monkeypatch):
+        monkeypatch.setitem(sys.modules, "tensorrt", None)
+        tensorrt.import_tensorrt.cache_clear()
+        with pytest.raises(DSparkError, match=r"package tensorrt is not installed; run pip install '\.\[tensorrt\]'"):
+            build_engines(bundle, Options("tensorrt"), lambda stage: None)
+
+    def test_plugin_library(self, fake, monkeypatch, tmp_path):
+        monkeypatch.undo()
+        monkeypatch.setattr(engines, "import_tensorrt", lambda backend: SimpleNamespace(
+            __version__="1.7", ComputeCapability=SimpleNamespace(__members__={"SM80": 0})))  # fmt: skip
+        monkeypatch.setenv("DSPARK_PLUGIN_LIBRARY", str(tmp_path / "none.so"))
+        with pytest.raises(UsageError, match=r"none.so is not a file"):
+            prepare(RTX)
+
+
+@pytest.fixture(scope="module")
+def rtx():
+    """TensorRT-RTX with the plugins registered."""
+    pytest.importorskip("tensorrt_rtx")
+    try:
+        library = plugins.plugin_library_path()
+    except UsageError as error:
+        pytest.skip(str(error))
+    trt = tensorrt.import_tensorrt("tensorrt-rtx")
+    plugins.register(trt, library)
+    return trt
+
+
+def parts(bundle, role, out, dtype="bf16"):
+    """(typed graph, shapes, options) of a role for a build."""
+    made = read_manifest(bundle)
+    graph = made.graph(role, "portable")
+    options = dataclasses.replace(RTX, dtype=dtype, compute_capabilities=("8.0", "12.0"))
+    return lower(bundle, graph, dtype, out), input_shapes(graph, plan(made, role, {})), options
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_rtx_builds_a_tiny_pair(rtx, wide, tmp_path, role, dtype):
+    typed, shapes, options = parts(wide, role, tmp_path, dtype)
+    engine = build_engine(rtx, typed, shapes, options, lambda stage: None)
+    assert engine.nbytes > 100_000
+    names = [name for name, _, _ in typed.plugins]
+    # build_engine has counted them among the network's layers.
+    assert names == ["BlockAttention"] * (3 if role == "target" else 2) + ["MarkovArgmax"] * (role == "drafter")
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize(("role", "layers"), [("target", 3), ("drafter", 3)])
+def test_rtx_takes_the_plugins_and_not_the_functions(rtx, wide, role, layers):
+    """The portable file itself: its nodes ask for the plugins, though it has function bodies."""
+    log = tensorrt.logger(rtx)
+    network = tensorrt.make_builder(rtx, "tensorrt-rtx").create_network(0)
+    parser = rtx.OnnxParser(network, log)
+    assert parser.parse_from_file(str(wide / read_manifest(wide).graph(role, "portable").file)), log.errors
+    kinds = [network.get_layer(i).type for i in range(network.num_layers)]
+    assert kinds.count(rtx.LayerType.PLUGIN_V3) == layers
+    assert rtx.LayerType.LOOP_OUTPUT not in kinds
+
+
+@pytest.mark.trt
+def test_rtx_adds_engines_to_a_bundle(rtx, wide, tmp_path):
+    bundle, stages = shutil.copytree(wide, tmp_path / "bundle"), []
+    options = dataclasses.replace(RTX, compute_capabilities=("8.0",), unroll_markov=True)
+    manifest = build_engines(bundle, options, stages.append)
+    assert open_bundle(bundle).manifest == manifest and len(manifest.engines) == 2
+    assert manifest.engines[0].trt_version == rtx.__version__
+    assert any(stage.startswith("building the target engine (tensorrt-rtx 1.") for stage in stages)
+
+
+@pytest.mark.trt
+def test_rtx_says_what_it_cannot_parse(rtx, wide, tmp_path):
+    typed, shapes, options = parts(wide, "target", tmp_path)
+    model = onnx.load(typed.file, load_external_data=False)
+    next(n for n in model.graph.node if n.op_type == "Sigmoid").op_type = "Nonsense"
+    onnx.save(model, typed.file)
+    with pytest.raises(DSparkError, match=r"target: TensorRT cannot parse the graph: node .*\(Nonsense\)") as caught:
+        build_engine(rtx, typed, shapes, options, lambda stage: None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.trt
+def test_a_plugin_says_what_it_cannot_take(rtx, finished, tmp_path):
+    typed, shapes, options = parts(finished, "target", tmp_path)
+    with pytest.raises(
+        DSparkError, match="target: .*BlockAttention: the head size is 16, it has to be 64, 128"
+    ) as caught:
+        build_engine(rtx, typed, shapes, options, lambda stage: None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.trt
+def test_rtx_says_which_input_is_wrong(rtx, wide, tmp_path):
+    typed, shapes, options = parts(wide, "target", tmp_path)
+    wrong = shapes | {"key_cache.0": tuple((1, 3, 6, 16) for _ in range(3))}
+    with pytest.raises(DSparkError, match="input 'key_cache.0'"):
+        build_engine(rtx, typed, wrong, options, lambda stage: None)
