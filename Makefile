@@ -11,7 +11,7 @@ TENSORRT_ROOT ?=
 HEADERS := build/tensorrt/kernel_lens/include/tensorrt/NvInferRuntime.h
 PROMPT := Write a Python function that checks whether a list contains duplicates.
 
-.PHONY: help setup demo test lint mypy format bench train-demo plugins train-twin
+.PHONY: help setup demo test test-trt lint mypy format bench train-demo plugins train-twin
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,10 @@ demo: $(BUNDLE)/manifest.json  ## export the demo pair, generate text, compare w
 
 test: lint mypy $(HEADERS)  ## lint, type-check and run the tests (without slow, gpu and trt)
 	$(BIN)/pytest
+
+test-trt: plugins  ## run the tests that need TensorRT, with TensorRT-RTX and the lean runtime (no GPU)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[tensorrt-rtx]' tensorrt-lean-cu13
+	$(BIN)/pytest -m trt
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -16,7 +16,8 @@ from dspark.manifest import Engine, Manifest, Plugin, read_manifest
 from dspark.tensorrt import BACKENDS, import_tensorrt
 
 ROLES = ("target", "drafter")
-OLDEST_GPU = {"fp32": (7, 5), "fp16": (7, 5), "bf16": (8, 0)}  # compute capability
+# Compute capability. Older GPUs have no bf16, no fp32 products in TensorRT-RTX, and no code in the plugin library.
+OLDEST_GPU = (8, 0)
 
 
 def build_engines(folder: Path, options: Options, progress: Callable[[str], None]) -> Manifest:
@@ -94,23 +95,21 @@ def check_options(options: Options) -> None:
 
 def _capabilities(trt: ModuleType, options: Options) -> tuple[str, ...]:
     """The compute capabilities to build for; UsageError for one that cannot be built for."""
-    oldest = OLDEST_GPU[options.dtype]
     if options.backend == "tensorrt":
         capability = cuda.require_gpu("building TensorRT engines").capability
-        if capability < oldest:
+        if capability < OLDEST_GPU:
             raise UsageError(
-                f"--dtype {options.dtype}: needs a GPU of compute capability {_dotted(oldest)}, this one has"
-                f" {_dotted(capability)}; choose another number format"
+                f"--backend tensorrt: needs a GPU of compute capability {_dotted(OLDEST_GPU)} or newer, this one has"
+                f" {_dotted(capability)}; use another machine"
             )
         return (_dotted(capability),)
     names = [name.removeprefix("SM") for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     known = sorted((int(name[:-1]), int(name[-1])) for name in names)
-    usable = [_dotted(capability) for capability in known if capability >= oldest]
+    usable = [_dotted(capability) for capability in known if capability >= OLDEST_GPU]
     for wanted in options.compute_capabilities:
         if wanted not in usable:
             raise UsageError(
-                f"--compute-capability {wanted}: {options.backend} {trt.__version__} builds {options.dtype} for"
-                f" {', '.join(usable)}"
+                f"--compute-capability {wanted}: {options.backend} {trt.__version__} builds for {', '.join(usable)}"
             )
     own = [_dotted(gpu.capability) for gpu in cuda.query().gpus[:1] if _dotted(gpu.capability) in usable]
     return options.compute_capabilities or tuple(own or usable)

@@ -22,7 +22,7 @@ class Options:
 
     Of TensorRT alone: timing_cache (a file, made if missing), version_compatible, hardware_compatibility (a key of
     COMPATIBILITY). Of TensorRT-RTX alone: compute_capabilities, such as "8.9"; none stands for this machine's GPU, and
-    where there is none for all that the package and the number format know.
+    where there is none for all from 8.0 on that the package knows.
     """
 
     backend: str

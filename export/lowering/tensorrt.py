@@ -12,9 +12,11 @@ would copy the caches in every step. So every engine needs the plugin library.
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
+from dspark.errors import UsageError
 from dspark.export.rewriting import Nodes, input_names
 from dspark.manifest import Graph
 
@@ -58,12 +60,25 @@ def lower(folder: Path, graph: Graph, dtype: str, out: Path, block_size: int | N
 
 def lower_model(model: ir.Model, dtype: str, block_size: int | None = None) -> None:
     """The passes of `lower`, in place."""
+    _check(model)
     model.functions.clear()  # or the parser would take them instead of the plugins, whatever the nodes say
     Typing(model.graph, DTYPES[dtype]).run()
     if block_size is not None:
         unroll_markov(model, block_size)
     passes.RemoveUnusedNodesPass()(model)
     passes.NameFixPass()(model)
+
+
+def _check(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.domain == "dspark" and "inputs" not in node.attributes:
+            raise UsageError(
+                f"graph {model.graph.name}: {node.op_type} does not name its inputs; export the bundle again"
+            )
+        if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
+            raise UsageError(
+                f"graph {model.graph.name}: has a {node.op_type}; models with control flow are not supported"
+            )
 
 
 def plugin_nodes(model: ir.Model) -> list[ir.Node]:
@@ -95,7 +110,6 @@ class Typing:
                 self._widen_output(i, value)
 
     def _convert(self, node: ir.Node) -> None:
-        assert not any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
         if node.domain == "dspark":
             self._convert_plugin(node)
             return
@@ -140,6 +154,8 @@ class Typing:
     def _weight(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         tensor, name = value.const_value, f"{value.name}_{dtype.name.lower()}"
         assert tensor is not None
+        if dtype == ir.DataType.FLOAT16 and np.abs(tensor.numpy()).max(initial=0) > np.finfo(np.float16).max:
+            raise UsageError(f"--dtype fp16: the weight {value.name!r} leaves its range; use bf16")
 
         def convert() -> ir.Tensor:
             return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype, name=name)

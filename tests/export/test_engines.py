@@ -18,6 +18,8 @@ import pytest
 from dspark import cuda, plugins, tensorrt
 from dspark.errors import DSparkError, UsageError
 from dspark.export import engines, network
+from dspark.export.build import Options as ExportOptions
+from dspark.export.build import export_bundle
 from dspark.export.engines import build_engines, check_options, plan_all, prepare
 from dspark.export.lowering.tensorrt import DTYPES, lower
 from dspark.export.network import Options, build_engine
@@ -151,7 +153,7 @@ class TestBuildEngines:
         target, drafter = manifest.engines
         assert (target.graph, drafter.graph) == ("target", "drafter")
         assert (target.backend, target.dtype, target.trt_version) == ("tensorrt-rtx", "bf16", "1.7.1")
-        assert target.compute_capabilities == ("8.0", "8.6", "12.0"), "all that know bf16"
+        assert target.compute_capabilities == ("8.0", "8.6", "12.0"), "all from 8.0 on"
         assert opened.path(target.file).read_bytes() == b"engine 1"
         assert target.profile["T"] == (1, 6, 512) and drafter.profile["G"] == (1, 5, 5)
         assert {(p.name, p.version, p.namespace) for p in manifest.plugins} == {
@@ -219,14 +221,24 @@ class TestBuildEngines:
         assert [p.name for p in manifest.plugins] == ["BlockAttention"]
         assert manifest.engines[1].profile["G"] == (5, 5, 5)
 
-    @pytest.mark.parametrize(
-        ("dtype", "capability", "known"), [("bf16", "7.5", "8.0, 8.6, 12.0"), ("fp16", "9.0", "7.5, 8.0, 8.6, 12.0")]
-    )
-    def test_capability_that_cannot_be_built_for(self, bundle, fake, dtype, capability, known):
-        options = dataclasses.replace(RTX, dtype=dtype, compute_capabilities=(capability,))
-        with pytest.raises(UsageError, match=f"--compute-capability {capability}: .* builds {dtype} for {known}"):
+    @pytest.mark.parametrize("capability", ["7.5", "9.0", "x"])
+    def test_capability_that_cannot_be_built_for(self, bundle, fake, capability):
+        options = dataclasses.replace(RTX, compute_capabilities=(capability,))
+        with pytest.raises(UsageError, match=f"--compute-capability {capability}: .* builds for 8.0, 8.6, 12.0"):
             build_engines(bundle, options, lambda stage: None)
         assert not fake.built
+
+    @pytest.mark.parametrize(("capability", "right"), [((9, 0), True), ((7, 5), False)])
+    def test_tensorrt_builds_for_this_machines_gpu(self, bundle, fake, monkeypatch, capability, right):
+        monkeypatch.setattr(cuda, "query", lambda: cuda.Cuda("13.0", (cuda.Gpu("G", capability, 1),), None))
+        options = Options("tensorrt", hardware_compatibility="ampere-plus", version_compatible=True)
+        if not right:
+            with pytest.raises(UsageError, match=r"capability 8.0 or newer, this one has 7.5"):
+                build_engines(bundle, options, lambda stage: None)
+            return
+        engine = build_engines(bundle, options, lambda stage: None).engines[0]
+        assert engine.compute_capabilities == ("9.0",)
+        assert (engine.hardware_compatibility, engine.version_compatible) == ("ampere-plus", True)
 
     def test_this_machines_gpu_is_the_default(self, bundle, fake, monkeypatch):
         monkeypatch.setattr(cuda, "query", lambda: cuda.Cuda("13.0", (cuda.Gpu("G", (8, 6), 1),), None))
@@ -253,6 +265,33 @@ def test_an_interrupted_build_ends(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert stopped == [True]
+
+
+class TestExport:
+    """dspark-export --backend."""
+
+    def options(self, pair, tmp_path):
+        return ExportOptions(pair.drafter, str(pair.target), tmp_path / "engines", engines=RTX)
+
+    def test_engines_are_in_the_new_bundle(self, pair, tmp_path, instant_graphs, fake):
+        manifest = export_bundle(self.options(pair, tmp_path), lambda stage: None)
+        assert open_bundle(tmp_path / "engines").manifest == manifest and len(manifest.engines) == 2
+
+    def test_what_is_missing_is_found_first(self, pair, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+        tensorrt.import_tensorrt.cache_clear()
+        with pytest.raises(DSparkError, match="package tensorrt_rtx is not installed"):
+            export_bundle(self.options(pair, tmp_path), lambda stage: pytest.fail(f"{stage} before that"))
+        assert os.listdir(tmp_path) == []
+
+    def test_a_failed_build_is_a_failed_export(self, pair, tmp_path, instant_graphs, fake, monkeypatch):
+        def refuse(*_args):
+            raise DSparkError("x")
+
+        monkeypatch.setattr(engines, "build_engine", refuse)
+        with pytest.raises(DSparkError, match="x"):
+            export_bundle(self.options(pair, tmp_path), lambda stage: None)
+        assert not (tmp_path / "engines").exists()
 
 
 class TestMissing:

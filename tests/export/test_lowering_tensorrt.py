@@ -7,6 +7,7 @@ import reference
 import typed_graphs
 from single_node import session, single_node_model
 
+from dspark.errors import UsageError
 from dspark.export.lowering.tensorrt import DTYPES, EXACT, lower, lower_model, unroll_markov
 from dspark.export.parity_replay import open_session
 from dspark.manifest import read_manifest
@@ -151,6 +152,23 @@ def test_the_taps_projection_is_fp32(typed):
     model = ir.load(typed("drafter", "fp16"))
     (fc,) = (n for n in model.graph if n.op_type == "Gemm" and n.inputs[0].name == "taps")
     assert fc.inputs[1].dtype == fc.outputs[0].dtype == ir.DataType.FLOAT
+
+
+def test_weights_beyond_fp16_are_refused(finished):
+    graph = read_manifest(finished).graph("target", "portable")
+    model = ir.load(finished / graph.file)
+    weight = next(node.inputs[1] for node in model.graph if node.op_type == "Gemm")
+    weight.const_value = ir.tensor(np.full(weight.shape.numpy(), 7e4, np.float32), name=weight.name)
+    with pytest.raises(UsageError, match=f"--dtype fp16: the weight '{weight.name}' leaves its range; use bf16"):
+        lower_model(model, "fp16")
+
+
+def test_a_bundle_of_an_older_version(finished):
+    model = ir.load(finished / read_manifest(finished).graph("drafter", "portable").file)
+    for node in model.graph:
+        node.attributes.pop("inputs", None)
+    with pytest.raises(UsageError, match="BlockAttention does not name its inputs; export the bundle again"):
+        lower_model(model, "bf16")
 
 
 def test_shared_weights_stay_one(typed):
