@@ -12,6 +12,8 @@ from dspark.runtime.engines.open import ONNXRUNTIME, open_engines
 from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
 from dspark.runtime.tokens import Tokenizer, load_tokenizer
 
+MOST_THREADS = 1024
+
 
 def load(
     folder: str | Path,
@@ -51,8 +53,8 @@ def _open(folder: str | Path, threads: int | None, max_context_len: int | None) 
     limit = most if max_context_len is None else max_context_len
     if not 1 <= limit <= most:
         raise UsageError(f"context limit {limit}: this bundle takes 1 to {most}")
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads {threads}: must be at least 1")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"threads {threads}: must be from 1 to {MOST_THREADS}")
     return bundle, limit
 
 

@@ -35,6 +35,11 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; UsageError for what is no Unicode text, such as half of a surrogate pair."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"prompt: character {error.start} is no Unicode text; give valid UTF-8") from error
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:

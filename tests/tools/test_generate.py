@@ -181,6 +181,8 @@ def test_chat_and_prompt_file(capsys, bundle, tmp_path):
         (["--confidence-threshold", "2"], "from 0 to 1"),
         (["--scheduler", "threshold"], "needs one"),
         (["--threads", "0"], "threads 0"),
+        (["--threads", "99999999999"], "threads 99999999999"),
+        (["--prompt", "a\ud800"], "character 1 is no Unicode text"),
         (["--prompt", "x" * 600], "context limit"),
     ],
 )
@@ -189,6 +191,17 @@ def test_bad_options(capsys, bundle, tmp_path, options, word):
     prompt = [] if "--prompt" in options else ["--prompt", "a"]
     failed(capsys, ["generate", bundle, *prompt, "--trace", str(trace), *options], 2, word)
     assert not trace.exists(), "nothing is left behind"
+
+
+def test_a_trace_does_not_overwrite_what_is_read(capsys, bundle, tmp_path):
+    before = (Path(bundle) / "manifest.json").read_bytes()
+    command = ["generate", bundle, "--prompt", "a", "--trace", str(Path(bundle) / "onnx" / ".." / "manifest.json")]
+    failed(capsys, command, 2, "--trace", "is in the bundle")
+    assert (Path(bundle) / "manifest.json").read_bytes() == before
+    (tmp_path / "prompt").write_text("a")
+    command = ["generate", bundle, "--prompt-file", str(tmp_path / "prompt"), "--trace", str(tmp_path / "prompt")]
+    failed(capsys, command, 2, "--trace", "is the prompt file")
+    assert (tmp_path / "prompt").read_text() == "a"
 
 
 def test_unwritable_trace(capsys, bundle, tmp_path):

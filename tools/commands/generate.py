@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     from dspark.runtime.trace import tracer
 
     text = _prompt(args)
+    if args.trace is not None:
+        _check_trace(args)
     decoder = load(args.bundle, backend=args.backend, threads=args.threads)
     options = {
         "max_new_tokens": args.max_new_tokens,
@@ -87,6 +89,15 @@ def run(args: argparse.Namespace) -> int:
     if warning:
         print(f"dspark generate: warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _check_trace(args: argparse.Namespace) -> None:
+    """Refuse a trace that would overwrite what the command reads."""
+    trace, bundle = Path(args.trace).resolve(), Path(args.bundle).resolve()
+    if trace.is_relative_to(bundle):
+        raise UsageError(f"--trace {args.trace}: is in the bundle; name a file elsewhere")
+    if args.prompt_file and trace == Path(args.prompt_file).resolve():
+        raise UsageError(f"--trace {args.trace}: is the prompt file; name another one")
 
 
 def _prompt(args: argparse.Namespace) -> str:
