@@ -39,16 +39,11 @@ def building(out: Path) -> Iterator[Path]:
     # Not tempfile: its folders are readable by their owner alone, and the bundle would stay so.
     aside = parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        aside.rename(out)
-    except Exception as error:
-        known = _disk_error(error, aside, f"--out {out}")
-        if known is None:
-            raise
-        raise known from error
+        with _vanishing(aside, f"--out {out}"):
+            aside.mkdir(parents=True)
+            yield aside
+            aside.rename(out)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
         for folder in made:
             with suppress(OSError):  # the bundle is in it
                 folder.rmdir()
@@ -61,11 +56,18 @@ def adding(folder: Path) -> Iterator[Path]:
     Readers of a bundle pass over names that begin with a dot. Errors as in `building`.
     """
     aside = folder.absolute() / f".{secrets.token_hex(4)}.partial"
-    try:
+    with _vanishing(aside, f"bundle {folder}"):
         aside.mkdir()
         yield aside
+
+
+@contextmanager
+def _vanishing(aside: Path, where: str) -> Iterator[None]:
+    """Remove what is left of the folder `aside` in the end; errors of the disk name `where`."""
+    try:
+        yield
     except Exception as error:
-        known = _disk_error(error, aside, f"bundle {folder}")
+        known = _disk_error(error, aside, where)
         if known is None:
             raise
         raise known from error

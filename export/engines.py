@@ -29,8 +29,8 @@ def build_engines(folder: Path, options: Options, progress: Callable[[str], None
     """
     manifest = read_manifest(folder)
     profiles = plan_all(manifest, options)
-    trt, library = prepare(options)
-    options = dataclasses.replace(options, compute_capabilities=_capabilities(trt, options))
+    trt, library, capabilities = prepare(options)
+    options = dataclasses.replace(options, compute_capabilities=capabilities)
     with adding(folder) as aside:
         made = {"library": Path(shutil.copyfile(library, aside / library.name))}
         graphs = {}
@@ -51,17 +51,18 @@ def build_engines(folder: Path, options: Options, progress: Callable[[str], None
     return new
 
 
-def prepare(options: Options) -> tuple[ModuleType, Path]:
-    """Find all that a build needs, so that a long export fails before it begins: (TensorRT, the plugin library).
+def prepare(options: Options) -> tuple[ModuleType, Path, tuple[str, ...]]:
+    """Find all that a build needs, so that a long export fails before it begins.
 
-    Errors as `build_engines`; the plugins are registered afterwards.
+    Returns TensorRT, the plugin library and the compute capabilities to build for. Errors as `build_engines`; the
+    plugins are registered afterwards.
     """
     check_options(options)
     trt = import_tensorrt(options.backend)
-    _capabilities(trt, options)
+    capabilities = _capabilities(trt, options)
     library = plugins.plugin_library_path()
     plugins.register(trt)
-    return trt, library
+    return trt, library, capabilities
 
 
 def plan_all(manifest: Manifest, options: Options) -> dict[str, dict[str, Sizes]]:

@@ -8,11 +8,9 @@ from dspark.manifest import Manifest
 from dspark.runtime.bundle import Bundle, open_bundle
 from dspark.runtime.draft import Drafter
 from dspark.runtime.engines.base import Engine
-from dspark.runtime.engines.open import ONNXRUNTIME, open_engines
+from dspark.runtime.engines.open import ONNXRUNTIME, check_threads, open_engines
 from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
 from dspark.runtime.tokens import Tokenizer, load_tokenizer
-
-MOST_THREADS = 1024
 
 
 def load(
@@ -53,8 +51,7 @@ def _open(folder: str | Path, threads: int | None, max_context_len: int | None) 
     limit = most if max_context_len is None else max_context_len
     if not 1 <= limit <= most:
         raise UsageError(f"context limit {limit}: this bundle takes 1 to {most}")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise UsageError(f"threads {threads}: must be from 1 to {MOST_THREADS}")
+    check_threads(threads)
     return bundle, limit
 
 

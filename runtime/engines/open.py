@@ -10,6 +10,13 @@ from dspark.tensorrt import BACKENDS as TENSORRT
 
 ONNXRUNTIME = "onnxruntime"
 BACKENDS = (ONNXRUNTIME, *TENSORRT)
+MOST_THREADS = 1024
+
+
+def check_threads(threads: int | None, name: str = "threads") -> None:
+    """UsageError for a number of threads that ONNX Runtime cannot take."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"{name} {threads}: must be from 1 to {MOST_THREADS}")
 
 
 def open_engines(

@@ -27,12 +27,12 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     import contextlib
 
-    from dspark.errors import DSparkError, UsageError
+    from dspark.errors import DSparkError
     from dspark.export.progress import Progress
     from dspark.runtime.bundle import open_bundle
+    from dspark.runtime.engines.open import check_threads
 
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads {args.threads}: must be at least 1")
+    check_threads(args.threads, "--threads")
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress("checking the bundle")
         bundle = open_bundle(args.bundle)

@@ -111,6 +111,7 @@ def test_engines_that_cannot_run_here(capsys, plain, tmp_path, monkeypatch):
     [
         (["--backend", "cuda"], 2, "'cuda'"),
         (["--threads", "0"], 2, "--threads 0"),
+        (["--threads", "99999999999"], 2, "--threads 99999999999"),
         (["--backend", "tensorrt"], 1, "tensorrt"),
     ],
 )
