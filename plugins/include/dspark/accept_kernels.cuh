@@ -8,10 +8,9 @@ namespace dspark {
 
 namespace acceptance {
 
-// Four blocks on a multiprocessor have enough loads under way. Without that number ptxas aims at more, and spills.
-#define DSPARK_ACCEPT_BOUNDS THREADS, 4
-
 constexpr int THREADS = 128;
+// Four blocks on a multiprocessor have enough loads under way. Without that number ptxas aims at more, and spills.
+constexpr int RESIDENT = 4;
 constexpr int WARPS = THREADS / 32;
 constexpr int EACH = 16;  // elements of a thread: independent loads under way
 constexpr int CHUNK = THREADS * EACH;
@@ -105,7 +104,7 @@ DSPARK_DEVICE void load_chunk(float (&x)[EACH], const T* row, int first, int siz
 
 // blockIdx: x request and position, y chunk, z 0 target, 1 draft.
 template <typename T>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_ACCEPT_BOUNDS) rows(Accept p, Work work) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) rows(Accept p, Work work) {
     const int request = blockIdx.x / (p.gamma + 1), position = blockIdx.x % (p.gamma + 1);
     const bool draft = blockIdx.z == 1;
     const int l = verified(p, request), size = draft ? p.draft_vocab : p.vocab;
@@ -195,7 +194,7 @@ struct Position {
 
 // A block has a request, a warp some of its positions.
 template <typename T>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_ACCEPT_BOUNDS) decide(Accept p, Work work) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) decide(Accept p, Work work) {
     const int request = blockIdx.x, l = verified(p, request);
     const float temperature = temperature_of(p, request), draft_temperature = draft_temperature_of(p, request);
     if (l < 0) {
@@ -279,7 +278,7 @@ DSPARK_DEVICE float stage_weights(const Accept& p, const Ending& ending, int req
 
 // blockIdx: x request, y chunk.
 template <typename T>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_ACCEPT_BOUNDS) masses(Accept p, Work work) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) masses(Accept p, Work work) {
     const int request = blockIdx.x;
     const Ending ending = work.endings[request];
     if (ending.row < 0) return;
@@ -316,7 +315,7 @@ DSPARK_DEVICE Choice choose(const float* weights, int count, float threshold) {
 }
 
 template <typename T>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_ACCEPT_BOUNDS) draw(Accept p, Work work) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) draw(Accept p, Work work) {
     const int request = blockIdx.x, chunks = (p.vocab - 1) / CHUNK + 1;
     const Ending ending = work.endings[request];
     if (ending.row < 0) return;

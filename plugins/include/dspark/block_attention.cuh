@@ -25,16 +25,17 @@
 #pragma once
 
 #include "dspark/attention_kernels.cuh"
+#include "dspark/workspace.h"
 
 namespace dspark {
 
 namespace attention {
 
 inline Status check(const BlockAttention& p) {
-    auto aligned = [](const void* pointer) { return pointer && reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
+    auto aligned = [](const void* pointer) { return pointer && is_aligned(pointer); };
     const int64_t limit = int64_t{1} << 31;
     if (!is_dtype(p.dtype)) return Status::bad_dtype;
-    if (p.rows < 0 || p.context_rows < 0 || p.requests < 1 || p.kv_heads < 1 || p.kv_heads > 65535) {
+    if (p.rows < 0 || p.context_rows < 0 || p.requests < 1 || p.kv_heads < 1 || p.kv_heads > MAX_GRID) {
         return Status::bad_shape;
     }
     if (p.heads < 1 || p.heads % p.kv_heads != 0 || p.cache_pages < 1 || p.request_pages < 1 || p.page_rows < 1) {
@@ -71,10 +72,10 @@ int64_t row_tiles(const BlockAttention& p) {
 template <typename S>
 int count_splits(const BlockAttention& p) {
     const int64_t capacity = int64_t{p.request_pages} * p.page_rows;
-    const int64_t useful = (capacity + S::columns - 1) / S::columns;
+    const int64_t useful = ceil_div(capacity, S::columns);
     const int64_t room = p.target_blocks / (row_tiles<S>(p) * p.kv_heads);
     const int64_t splits = useful < room ? useful : room;
-    return static_cast<int>(splits < 1 ? 1 : splits > 65535 ? 65535 : splits);
+    return static_cast<int>(splits < 1 ? 1 : splits > MAX_GRID ? MAX_GRID : splits);
 }
 
 template <typename T>
@@ -91,7 +92,7 @@ Status run(const BlockAttention& p, void* workspace, size_t bytes, Stream stream
     float* partials = static_cast<float*>(workspace);
     if (splits > 1) {
         if (bytes < tiles * p.kv_heads * splits * S::partial_floats * sizeof(float)) return Status::workspace_too_small;
-        if (!workspace || reinterpret_cast<uintptr_t>(workspace) % 16 != 0) return Status::bad_pointer;
+        if (!workspace || !is_aligned(workspace)) return Status::bad_pointer;
     }
     Status status = run_append<T>(p, stream);
     if (status != Status::ok) return status;

@@ -9,7 +9,7 @@
 //   DSPARK_DEVICE, DSPARK_HOST_DEVICE   inline functions; templates too
 //   DSPARK_KERNEL                       `template <...> DSPARK_KERNEL void DSPARK_BOUNDS(128) kernel(Params params)`;
 //                                       a template, since two sources may include the header
-//   DSPARK_BOUNDS(threads)              the block size that a kernel is compiled for
+//   DSPARK_BOUNDS(threads[, blocks])    the block size that a kernel is compiled for, and how many a multiprocessor has
 //   DSPARK_UNROLL                       before a loop whose bounds are constants
 //   shared_memory()                     unsigned char*
 //   sync_block(), sync_warp()
@@ -71,7 +71,7 @@ constexpr size_t MAX_SHARED_BYTES = 99 * 1024;
 #define DSPARK_DEVICE __device__ __forceinline__
 #define DSPARK_HOST_DEVICE __host__ __device__ __forceinline__
 #define DSPARK_KERNEL __global__
-#define DSPARK_BOUNDS(threads) __launch_bounds__(threads)
+#define DSPARK_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
 #define DSPARK_UNROLL _Pragma("unroll")
 
 namespace dspark {

@@ -9,11 +9,10 @@ namespace dspark {
 
 namespace markov {
 
-// Two blocks on a multiprocessor have enough loads under way. Without that number ptxas aims at more and spills for it.
-#define DSPARK_MARKOV_BOUNDS THREADS, 2
-
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
+// Two blocks on a multiprocessor have enough loads under way. Without that number ptxas aims at more and spills for it.
+constexpr int RESIDENT = 2;
 constexpr int ROWS = 16;          // of a matrix, for one warp
 constexpr int HEAD_REQUESTS = 4;  // for which a head step reads a weight once
 constexpr int MATRIX_TILES = 2;   // of 8 requests, for which a block reads a matrix once when they are many
@@ -49,7 +48,7 @@ DSPARK_DEVICE const T* previous_embedding(const MarkovArgmax& p, const Work& wor
 DSPARK_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 template <typename Dot>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_MARKOV_BOUNDS) begin(MarkovArgmax p, Work work) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) begin(MarkovArgmax p, Work work) {
     using T = typename Dot::Weight;
     const int rows = p.requests * p.gamma;
     if (blockIdx.y == 0) {
@@ -113,7 +112,7 @@ DSPARK_DEVICE void add_products(float (&sums)[3][HEAD_REQUESTS], const T* row, i
 
 // e_k, gated and rnn. A warp has one unit of e for 4 requests. E is the type of e's parts.
 template <typename T, typename E, int vector>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_MARKOV_BOUNDS) head_step(MarkovArgmax p, Work work, int step) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) head_step(MarkovArgmax p, Work work, int step) {
     const int unit = blockIdx.y * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first = blockIdx.x * HEAD_REQUESTS, rank = p.rank;
     const bool rnn = p.head == MarkovHead::rnn;
@@ -167,7 +166,7 @@ DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_MARKOV_BOUNDS) head_step(MarkovArgmax p,
 // logits_k and its best index. A warp has 16 rows of W2 for 8 * TILES requests; blockIdx.z counts steps, where they are
 // independent of each other.
 template <typename Dot>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_MARKOV_BOUNDS) vocabulary(MarkovArgmax p, Work work, int first_step) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) vocabulary(MarkovArgmax p, Work work, int first_step) {
     using T = typename Dot::Weight;
     using E = typename Dot::Input;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -246,7 +245,7 @@ DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_MARKOV_BOUNDS) vocabulary(MarkovArgmax p
 
 // Tokens and confidences, a warp each. A confidence depends on tokens before its own only, and all are known now.
 template <typename T, int vector>
-DSPARK_KERNEL void DSPARK_BOUNDS(DSPARK_MARKOV_BOUNDS) finish(MarkovArgmax p, Work work) {
+DSPARK_KERNEL void DSPARK_BOUNDS(THREADS, RESIDENT) finish(MarkovArgmax p, Work work) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (row < static_cast<int64_t>(p.requests) * p.gamma) {
         const int lane = threadIdx.x % 32;

@@ -27,7 +27,7 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 #define DSPARK_DEVICE inline
 #define DSPARK_HOST_DEVICE inline
 #define DSPARK_KERNEL inline
-#define DSPARK_BOUNDS(threads)
+#define DSPARK_BOUNDS(...)
 #define DSPARK_UNROLL
 // Every collective knows its line: lanes that meet from different lines have diverged.
 #define DSPARK_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
