@@ -1,16 +1,12 @@
 """The tests of the kernels have to fail when a kernel is wrong: each mutation is one mistake, made in a copy."""
 
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import host_library
 import pytest
+from kernel_builds import Mutation, build_mutants, run_tests
 
-HEADER = host_library.ROOT / "plugins" / "include" / "dspark" / "attention_kernels.cuh"
-# (old text, new text) in the header; the old text is there exactly once.
+# (old text, new text) in attention_kernels.cuh; the old text is there exactly once.
 MUTATIONS = {
     "nothing": ("#pragma once", "#pragma once"),
     "no barrier before the keys are read": ("sync_block();  // this tile's keys are there", "// this tile's keys"),
@@ -50,44 +46,17 @@ DSPARK_HOST_API int32_t dspark_host_block_attention(const BlockAttention* p, voi
 def mutants(host_folder, tmp_path_factory) -> dict[str, Path]:
     """The libraries with the mistakes."""
     folder = tmp_path_factory.mktemp("mutants")
-    original = HEADER.read_text()
-
-    def build(name: str) -> Path:
-        place = folder / name.replace(" ", "_")
-        (place / "dspark").mkdir(parents=True)
-        old, new = MUTATIONS[name]
-        assert original.count(old) == 1, f"{name}: the header does not hold its text once"
-        (place / "dspark" / HEADER.name).write_text(original.replace(old, new))
-        (place / "mutant.cpp").write_text(SOURCE)
-        plugins = host_library.ROOT / "plugins"
-        includes = [f"-I{place}", *(f"-I{plugins / part}" for part in ("include", "tests", "tests/shim"))]
-        flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-fvisibility=hidden")
-        library, shim = place / "mutant.so", host_folder / "libdspark_shim.a"
-        host_library.run("g++", *flags, *includes, "-o", library, place / "mutant.cpp", shim)
-        return library
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(MUTATIONS, pool.map(build, MUTATIONS), strict=True))
+    source = folder / "mutant.cpp"
+    source.write_text(SOURCE)
+    mutations = {name: Mutation("attention_kernels.cuh", *texts) for name, texts in MUTATIONS.items()}
+    return build_mutants(folder, host_folder, mutations, dict.fromkeys(mutations, source))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_table_finds_the_mistake(mutants, name):
-    tests = Path(__file__).with_name("test_block_attention.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        tests,
-        "-k",
-        "table and fp16",
-    ]
+    tests = str(Path(__file__).with_name("test_block_attention.py"))
     environment = os.environ | {"DSPARK_HOST_LIBRARY": str(mutants[name])}
-    done = subprocess.run(command, cwd=host_library.ROOT, env=environment, capture_output=True, text=True)
+    done = run_tests("-s", tests, "-k", "table and fp16", environment=environment)
     if name == "nothing":
         assert done.returncode == 0, done.stdout + done.stderr
     else:  # tests that fail, or an abort of the shim

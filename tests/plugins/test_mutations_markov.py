@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import host_library
 import pytest
+from kernel_builds import PLUGINS, Mutation, build_mutants
 
-PLUGINS = host_library.ROOT / "plugins"
 # Kernel, header, old text, new text; the old text is in the header exactly once.
 MUTATIONS = {
     "markov: nothing": ("markov", "markov_argmax.cuh", "#pragma once", "#pragma once"),
@@ -82,26 +81,9 @@ for seed in range(60):
 @pytest.fixture(scope="module")
 def mutants(host_folder, tmp_path_factory) -> dict[str, Path]:
     """The libraries with the mistakes."""
-    folder = tmp_path_factory.mktemp("mutants")
-
-    def build(name: str) -> Path:
-        kernel, header, old, new = MUTATIONS[name]
-        place = folder / name.replace(" ", "_").replace(":", "")
-        (place / "dspark").mkdir(parents=True)
-        for original in (PLUGINS / "include" / "dspark").iterdir():
-            text = original.read_text()
-            if original.name == header:
-                assert text.count(old) == 1, f"{name}: {header} does not hold its text once"
-                text = text.replace(old, new)
-            (place / "dspark" / original.name).write_text(text)
-        includes = [f"-I{place}", *(f"-I{PLUGINS / part}" for part in ("tests", "tests/shim"))]
-        flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-fvisibility=hidden")
-        library, source = place / "mutant.so", PLUGINS / "tests" / f"host_{kernel}.cpp"
-        host_library.run("g++", *flags, *includes, "-o", library, source, host_folder / "libdspark_shim.a")
-        return library
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(MUTATIONS, pool.map(build, MUTATIONS), strict=True))
+    sources = {name: PLUGINS / "tests" / f"host_{kernel}.cpp" for name, (kernel, *_) in MUTATIONS.items()}
+    mutations = {name: Mutation(*texts) for name, (_, *texts) in MUTATIONS.items()}
+    return build_mutants(tmp_path_factory.mktemp("mutants"), host_folder, mutations, sources)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
