@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from host_library import DTYPES
-from host_memory import Guarded
-from markov_kernel import Failed
+from host_memory import Guarded, call
 
 INPUTS = (
     "target_logits", "row_start", "drafts", "temperature", "draft_logits", "draft_temperature", "d2t",
@@ -53,22 +52,7 @@ def run(
         "vocab": arrays["target_logits"].shape[1],
         "draft_vocab": arrays["draft_logits"].shape[-1] if "draft_logits" in arrays else 0,
     }
-    params = Params(**(values | dict(changes or {})))
-    for function in ("size", "workspace"):
-        getattr(library, f"dspark_host_accept_{function}").restype = ctypes.c_size_t
-    assert library.dspark_host_accept_size() == ctypes.sizeof(params)
-    needed = library.dspark_host_accept_workspace(ctypes.byref(params))
-    memory = Guarded((max(0, needed + workspace),), np.uint8)
-    status = library.dspark_host_accept(
-        ctypes.byref(params),
-        ctypes.c_void_p(memory.address),
-        ctypes.c_size_t(memory.array.size),
-    )
-    for name, one in held.items():
-        one.check(name)
-    memory.check("workspace")
-    if status:
-        raise Failed(status)
+    call(library, "accept", Params(**(values | dict(changes or {}))), held, workspace)
     return held["accepted"].array, held["next"].array
 
 

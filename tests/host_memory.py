@@ -4,7 +4,9 @@ What lies around an input is NaN (floats) or far outside of every range (integer
 stay as it is, and an output begins as such values too.
 """
 
+import ctypes
 import os
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -39,3 +41,29 @@ class Guarded:
         """AssertionError if something wrote around the array."""
         around = np.concatenate((self._memory[: self._at], self._memory[self._at + self._size :]))
         assert (around == self._fill).all(), f"{name}: written outside of it"
+
+
+class Failed(Exception):
+    """The status that a call ended with."""
+
+
+def call(
+    library: ctypes.CDLL, kernel: str, params: ctypes.Structure, held: Mapping[str, Guarded], more: int = 0
+) -> None:
+    """Run the host build's `kernel` on `params`, which point into `held`; `more` bytes of workspace than it needs.
+
+    Failed if the kernel refuses the call; AssertionError if it wrote around an array or its workspace.
+    """
+    for function in ("size", "workspace"):
+        getattr(library, f"dspark_host_{kernel}_{function}").restype = ctypes.c_size_t
+    assert getattr(library, f"dspark_host_{kernel}_size")() == ctypes.sizeof(params)
+    needed = getattr(library, f"dspark_host_{kernel}_workspace")(ctypes.byref(params))
+    workspace = Guarded((max(0, needed + more),), np.uint8)
+    status = getattr(library, f"dspark_host_{kernel}")(
+        ctypes.byref(params), ctypes.c_void_p(workspace.address), ctypes.c_size_t(workspace.array.size)
+    )
+    for name, one in held.items():
+        one.check(name)
+    workspace.check("workspace")
+    if status:
+        raise Failed(status)

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import host_memory
 import numpy as np
 import reference
 from host_library import DTYPES
@@ -36,10 +37,6 @@ class Call:
     workspace: int = 0  # bytes more than needed
 
 
-class Failed(Exception):
-    """The status that a call ended with."""
-
-
 def quantised(arrays: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
     """The op's inputs with the weights in `dtype`."""
     return {n: np.ascontiguousarray(a, DTYPES[dtype] if n in WEIGHTS else None) for n, a in arrays.items()}
@@ -66,22 +63,7 @@ def run(library: ctypes.CDLL, arrays: Mapping[str, np.ndarray], attributes: Mapp
         "vocab": w1.shape[0],
         "draft_vocab": draft_vocab,
     }
-    params = Params(**(values | dict(call.changes)))
-    for function in ("size", "workspace"):
-        getattr(library, f"dspark_host_markov_argmax_{function}").restype = ctypes.c_size_t
-    assert library.dspark_host_markov_argmax_size() == ctypes.sizeof(params)
-    needed = library.dspark_host_markov_argmax_workspace(ctypes.byref(params))
-    workspace = Guarded((max(0, needed + call.workspace),), np.uint8)
-    status = library.dspark_host_markov_argmax(
-        ctypes.byref(params),
-        ctypes.c_void_p(workspace.address),
-        ctypes.c_size_t(workspace.array.size),
-    )
-    for name, one in held.items():
-        one.check(name)
-    workspace.check("workspace")
-    if status:
-        raise Failed(status)
+    host_memory.call(library, "markov_argmax", Params(**(values | dict(call.changes))), held, call.workspace)
     for name, array in given.items():
         assert held[name].array.tobytes() == array.tobytes(), f"{name} was written to"
     return tuple(held[name].array if name in held else None for name in OUTPUTS)

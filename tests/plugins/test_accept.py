@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from accept_kernel import Calls, Compared, compare, random_calls, run
 from host_library import DTYPES
-from markov_kernel import Failed
+from host_memory import Failed
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 DRAWN, SOFT = (1.0, 0.6), (1.0, 0.5)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import reference
 from host_library import DTYPES
-from markov_kernel import HEADS, Call, Compared, Failed, Random, compare, run
+from host_memory import Failed
+from markov_kernel import HEADS, Call, Compared, Random, compare, run
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
