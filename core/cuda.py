@@ -14,6 +14,11 @@ class Gpu:
     memory: int  # bytes
 
 
+def dotted(capability: tuple[int, int]) -> str:
+    """(8, 9) -> "8.9": as a manifest and the command line write compute capabilities."""
+    return f"{capability[0]}.{capability[1]}"
+
+
 @dataclass(frozen=True)
 class Cuda:
     """driver: the newest CUDA version that the driver serves; error: why there is no driver."""

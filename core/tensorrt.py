@@ -116,6 +116,6 @@ def make_builder(trt: ModuleType, backend: str) -> Any:
     return trt.Builder(logger(trt))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

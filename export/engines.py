@@ -100,24 +100,20 @@ def _capabilities(trt: ModuleType, options: Options) -> tuple[str, ...]:
         capability = cuda.require_gpu("building TensorRT engines").capability
         if capability < OLDEST_GPU:
             raise UsageError(
-                f"--backend tensorrt: needs a GPU of compute capability {_dotted(OLDEST_GPU)} or newer, this one has"
-                f" {_dotted(capability)}; use another machine"
+                f"--backend tensorrt: needs a GPU of compute capability {cuda.dotted(OLDEST_GPU)} or newer,"
+                f" this one has {cuda.dotted(capability)}; use another machine"
             )
-        return (_dotted(capability),)
+        return (cuda.dotted(capability),)
     names = [name.removeprefix("SM") for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     known = sorted((int(name[:-1]), int(name[-1])) for name in names)
-    usable = [_dotted(capability) for capability in known if capability >= OLDEST_GPU]
+    usable = [cuda.dotted(capability) for capability in known if capability >= OLDEST_GPU]
     for wanted in options.compute_capabilities:
         if wanted not in usable:
             raise UsageError(
                 f"--compute-capability {wanted}: {options.backend} {trt.__version__} builds for {', '.join(usable)}"
             )
-    own = [_dotted(gpu.capability) for gpu in cuda.query().gpus[:1] if _dotted(gpu.capability) in usable]
+    own = [cuda.dotted(gpu.capability) for gpu in cuda.query().gpus[:1] if cuda.dotted(gpu.capability) in usable]
     return options.compute_capabilities or tuple(own or usable)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def _describe(

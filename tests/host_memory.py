@@ -43,6 +43,10 @@ class Guarded:
         assert (around == self._fill).all(), f"{name}: written outside of it"
 
 
+# dspark::Status, of status.h.
+STATUS = {"ok": 0, "bad_shape": 1, "bad_dtype": 2, "bad_pointer": 3, "workspace_too_small": 5}
+
+
 class Failed(Exception):
     """The status that a call ended with."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dspark import plugins
-from dspark.cuda import Gpu, require_gpu
+from dspark.cuda import Gpu, dotted, require_gpu
 from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Engine as Built
 from dspark.manifest import Manifest, sized
@@ -193,7 +193,7 @@ def misfit(engine: Built, version: str, gpu: Gpu) -> str | None:
     newer = engine.version_compatible and have[:1] == want[:1] and have >= want
     if version != engine.trt_version and not newer:
         return f"{engine.file} was built by {engine.backend} {engine.trt_version}, {version} is installed"
-    capability = f"{gpu.capability[0]}.{gpu.capability[1]}"
+    capability = dotted(gpu.capability)
     ampere = engine.hardware_compatibility == "ampere-plus" and gpu.capability >= (8, 0)
     if capability not in engine.compute_capabilities and not ampere:
         built_for = ", ".join(engine.compute_capabilities)
@@ -214,4 +214,4 @@ def _deserialise(trt: ModuleType, bundle: Bundle, built: Built) -> tuple[Any, An
 
 def _words(trt: ModuleType) -> str:
     errors = logger(trt).errors
-    return first_line(Exception(errors[0])) if errors else "it gives no reason"
+    return first_line(errors[0]) if errors else "it gives no reason"

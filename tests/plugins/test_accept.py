@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from accept_kernel import Calls, Compared, compare, random_calls, run
 from host_library import DTYPES
-from host_memory import Failed
+from host_memory import STATUS, Failed
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 DRAWN, SOFT = (1.0, 0.6), (1.0, 0.5)
@@ -168,7 +168,6 @@ def test_what_is_emitted_has_the_target_s_distribution(host, drafter):
     assert chi_square(following[accepted == 0], residual / residual.sum()) < 20.5
 
 
-STATUS = {"ok": 0, "bad_shape": 1, "bad_dtype": 2, "bad_pointer": 3, "workspace_too_small": 5}
 WRONG = [
     ({"dtype": 3}, "bad_dtype"),
     ({"requests": 0}, "bad_shape"),

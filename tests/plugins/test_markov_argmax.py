@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 from host_library import DTYPES
-from host_memory import Failed
+from host_memory import STATUS, Failed
 from markov_kernel import HEADS, Call, Compared, Random, compare, run
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -123,7 +123,6 @@ def test_an_anchor_from_nowhere_reads_nothing_outside(host):
     np.testing.assert_array_equal(wild[2], near[2])
 
 
-STATUS = {"ok": 0, "bad_shape": 1, "bad_dtype": 2, "bad_pointer": 3, "workspace_too_small": 5}
 WRONG = [
     ({"dtype": 7}, "bad_dtype"),
     ({"head": 9}, "bad_shape"),
