@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from dspark.errors import UsageError
 from dspark.export.bundle import building
-from dspark.export.checkpoints import load_checkpoint
 from dspark.export.config import DrafterConfig
 from dspark.export.demo import DEMO, demo_target
 from dspark.export.modules import Drafter
@@ -27,7 +26,15 @@ from .checkpoint import save_drafter
 from .features import Features, write_features
 from .progress import progress
 from .responses import read_responses, write_responses
-from .start import choose_vocabulary, continue_from, default_taps, drafter_config, initialise, target_weights
+from .start import (
+    choose_vocabulary,
+    continue_from,
+    default_taps,
+    drafter_config,
+    initialise,
+    read_start,
+    target_weights,
+)
 from .trainer import acceptance, frozen_head, train
 
 EVALUATED = 25  # held-out texts of a kind that a training looks at on its way; the end looks at all
@@ -67,7 +74,7 @@ def run_training(job: Job, log: Log) -> dict:
     log(f"loading the target {job.target}")
     model, tokenizer = load(job.target, torch.bfloat16)
     config = configure(job, model.config, tokenizer)
-    start = load_checkpoint(job.start_from) if job.start_from else None
+    start = read_start(job.start_from, config) if job.start_from else None
     claim(job)
     model.to(device)
     for name in sets:
@@ -85,9 +92,10 @@ def run_training(job: Job, log: Log) -> dict:
     del model
 
     log("making the drafter from the target")
-    d2t = choose_vocabulary(features["train"].tokens, config.draft_vocab_size, config.vocab_size)
-    if start is not None:
-        d2t = start.tensors.get("d2t", d2t)
+    if start is None:
+        d2t = choose_vocabulary(features["train"].tokens, config.draft_vocab_size, config.vocab_size)
+    else:
+        d2t = start.tensors.get("d2t")
     drafter = new_drafter(job, config, d2t)
     if start is not None:
         continue_from(drafter, start)

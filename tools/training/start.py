@@ -3,13 +3,14 @@
 import math
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dspark.errors import UsageError
-from dspark.export.checkpoints.checkpoint import Checkpoint
+from dspark.export.checkpoints import Checkpoint, load_checkpoint
 from dspark.export.config import DrafterConfig
 from dspark.export.modules import Drafter
 from dspark.export.modules.markov import RnnMarkovHead
@@ -101,18 +102,22 @@ def target_weights(model: Any, layers: int) -> dict:
     }
 
 
-def continue_from(drafter: Drafter, checkpoint: Checkpoint) -> None:
-    """Take over what the drafter has in common with a trained one: all of it but heads that one of them lacks.
+def read_start(folder: Path, config: DrafterConfig) -> Checkpoint:
+    """The checkpoint that a drafter of `config` goes on from.
 
     UsageError where the two differ in more than block length and heads.
     """
+    checkpoint = load_checkpoint(folder)
     heads = ("block_size", "markov_head_type", "markov_rank", "confidence", "confidence_with_markov")
-    mine, theirs = asdict(drafter.config), asdict(checkpoint.config)
-    for key in mine.keys() - set(heads):
-        if mine[key] != theirs[key]:
-            raise UsageError(
-                f"--start-from {checkpoint.folder}: its {key} is {theirs[key]}, this training's {mine[key]}"
-            )
+    mine, theirs = asdict(config), asdict(checkpoint.config)
+    for key in mine:
+        if key not in heads and mine[key] != theirs[key]:
+            raise UsageError(f"--start-from {folder}: its {key} is {theirs[key]}, this training's {mine[key]}")
+    return checkpoint
+
+
+def continue_from(drafter: Drafter, checkpoint: Checkpoint) -> None:
+    """Take over what the drafter has in common with a trained one: all of it but heads that one of them lacks."""
     with torch.no_grad():
         for name, value in drafter.state_dict().items():
             found = checkpoint.tensors.get(name)

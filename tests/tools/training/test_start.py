@@ -12,6 +12,7 @@ from dspark.tools.training.start import (
     default_taps,
     drafter_config,
     initialise,
+    read_start,
     target_weights,
 )
 
@@ -119,6 +120,6 @@ def test_a_training_goes_on_from_another_drafter_whatever_its_head(tmp_path):
     "changes, key", [({"layers": 1}, "num_hidden_layers"), ({"target_layer_ids": (0, 2)}, "target_layer_ids")]
 )
 def test_a_drafter_of_other_sizes_is_no_start(tmp_path, changes, key):
-    drafter = Drafter(drafter_config(TARGET, **{**OPTIONS, "draft_vocab_size": 20}))
+    config = drafter_config(TARGET, **{**OPTIONS, "draft_vocab_size": 20})
     with pytest.raises(UsageError, match=f"--start-from .*first: its {key} is .*, this training's "):
-        continue_from(drafter, trained(tmp_path, **changes))
+        read_start(trained(tmp_path, **changes).folder, config)
