@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
         progress("checking the bundle")
         bundle = open_bundle(args.bundle)
         try:
+            import polygraphy  # noqa: F401 - wanted at the end, after minutes with a large model
+
             from dspark.tools import verify
         except ModuleNotFoundError as error:
             raise DSparkError(f"package {error.name!r} is not installed; run pip install '.[export,cpu]'") from error

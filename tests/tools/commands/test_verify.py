@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -119,3 +120,10 @@ def test_wrong_use(capsys, plain, options, code, word):
     found = main(["verify", str(plain), *options])
     out, err = capsys.readouterr()
     assert (found, out) == (code, "") and word in err.splitlines()[-1]
+
+
+def test_a_missing_comparator_is_found_first(capsys, plain, monkeypatch):
+    monkeypatch.setitem(sys.modules, "polygraphy", None)
+    code, out, err = verify(capsys, plain)
+    assert (code, out) == (1, "") and "running the portable graphs" not in err
+    assert "package 'polygraphy' is not installed; run pip install" in err.splitlines()[-1]
