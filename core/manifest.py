@@ -18,6 +18,8 @@ from dspark.reading import read_object
 
 SCHEMA_VERSION = "1.0"
 MANIFEST = "manifest.json"
+DRAFT_TOKENS = "draft_tokens.npy"  # int64 [Vd], the token of every draft index; only where the vocabularies differ
+CHUNK = 512  # rows of a prompt that the runtime gives to one step, where it is not told otherwise
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,23 @@ class CachePair:
     dtype: str
     kv_heads: int
     head_dim: int
+    window: int = 0  # tokens: rows that are further back are read no more, so it may be a ring. 0: all rows stay
+
+
+@dataclass(frozen=True)
+class State:
+    """What a recurrent layer remembers of a request, in one tensor: no number of rows truncates it.
+
+    The step reads `input` [R, shape] and does not change it. `output` [R, S, shape] are the states after each of the
+    step's last S = min(T, slots) rows: a commit copies the one behind the last row that it keeps into `input`.
+    """
+
+    input: str
+    output: str
+    dtype: str
+    shape: tuple[int, ...]
+    slots: int
+    kind: str = "recurrent"
 
 
 @dataclass(frozen=True)
@@ -53,10 +72,21 @@ class Graph:
     role: str  # target | drafter
     form: str
     file: str
-    inputs: tuple[Tensor, ...]  # caches excluded
-    outputs: tuple[Tensor, ...]  # caches excluded
+    inputs: tuple[Tensor, ...]  # caches and states excluded
+    outputs: tuple[Tensor, ...]  # caches and states excluded
     caches: tuple[CachePair, ...]
     cache_slack: int  # rows beyond the committed ones that a step may write, per row of a block
+    states: tuple[State, ...] = ()
+
+    @property
+    def window(self) -> int:
+        """The largest window of its caches; 0: none of them may be a ring."""
+        return max((pair.window for pair in self.caches), default=0)
+
+    @property
+    def slots(self) -> int:
+        """After how many of its last rows a step gives the states; 0: there are no states, all is in the caches."""
+        return min((state.slots for state in self.states), default=0)
 
 
 @dataclass(frozen=True)
@@ -172,6 +202,15 @@ def check_path(name: str, where: str) -> None:
         raise UsageError(f"{where}: path {name!r} is not a plain relative path; the bundle is damaged or hostile")
 
 
+def ring_rows(graph: Graph, capacity: int, slack: int) -> int:
+    """Rows of the caches with a window where a request has up to `capacity` rows: row i lies at i % rows.
+
+    Beyond the window there are `slack` rows: as many may be written before it is known how many of them stay. Where
+    that makes no fewer than `capacity`, all rows stay as in the other caches.
+    """
+    return min(capacity, graph.window + slack)
+
+
 def sized(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """A shape with `sizes` in the place of its symbolic dimensions; "R + 1" is R and one more."""
     found = []
@@ -203,6 +242,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise UsageError(f"{file}: {part.file!r} is not in files with the same SHA-256; build the engines again")
     for engine in manifest.engines:
         dimensions = {"target": {"T", "L", "C"}, "drafter": {"G", "Tc", "C"}}.get(engine.graph)
+        if dimensions and any(g.window for g in manifest.io if (g.role, g.form) == (engine.graph, "portable")):
+            dimensions |= {"N", "W"}
         if dimensions is None or not dimensions <= set(engine.profile) or engine.dtype not in ("fp32", "fp16", "bf16"):
             raise UsageError(f"{file}: {engine.file}: is described wrongly; build the engines again")
         if engine.plugins not in {plugin.sha256 for plugin in manifest.plugins}:

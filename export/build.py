@@ -11,7 +11,7 @@ from dspark import manifest
 from dspark.errors import UsageError
 from dspark.export import bundle, parity
 from dspark.export.checkpoints import Checkpoint, load_checkpoint
-from dspark.export.engines import build_engines, prepare
+from dspark.export.engines import build_engines, check_states, prepare
 from dspark.export.lowering.attention import check_head_dim
 from dspark.export.lowering.onnxruntime_cpu import lower
 from dspark.export.network import Options as EngineOptions
@@ -37,6 +37,9 @@ class Options:
     max_context_len: int | None = None
     draft_len: int | None = None
     engines: EngineOptions | None = None  # TensorRT engines to build as well
+    # After how many of a step's last rows recurrent layers give their state. None: block_size + 1, so that any prefix
+    # of a verified block can be committed as it is; 1: the last row's state alone, and the runtime has to replay.
+    slots: int | None = None
 
 
 def export_bundle(options: Options, progress: Progress) -> manifest.Manifest:
@@ -51,21 +54,25 @@ def export_bundle(options: Options, progress: Progress) -> manifest.Manifest:
         progress("reading the drafter")
         checkpoint = load_checkpoint(options.checkpoint)
         check_head_dim(str(checkpoint.folder), checkpoint.config.head_dim)
-        draft_len = _draft_len(options, checkpoint)
+        draft_len, slots = _draft_len(options, checkpoint), _slots(options, checkpoint)
         progress("loading the target")
         target = load_target(options.target)
         for cache in target.caches:
             check_head_dim(f"target {options.target}", cache.head_dim)
+        if options.engines is not None:
+            check_states(f"target {options.target}", len(target.states))
         profiles = manifest.Profiles(options.max_batch_size, _context_len(options, checkpoint, target), draft_len)
         described = _describe_target(target)
         sources, files = dict(target.sources), dict(target.files)
-        graphs, steps, heads = _export_graphs(checkpoint, target, folder, progress)
+        graphs, steps, heads = _export_graphs(checkpoint, target, folder, slots, progress)
         # The models are not needed any more; from here on one inference session at a time has the memory.
         del target
         gc.collect()
         _check(graphs, steps, heads, folder, progress)
         progress("writing the bundle")
         bundle.write_target_files(files, folder)
+        if "d2t" in checkpoint.tensors:
+            bundle.write_draft_tokens(checkpoint.tensors["d2t"].long().numpy(), folder)
         result = manifest.Manifest(
             schema_version=manifest.SCHEMA_VERSION,
             tool=bundle.tool(),
@@ -86,17 +93,17 @@ def export_bundle(options: Options, progress: Progress) -> manifest.Manifest:
 
 
 def _export_graphs(
-    checkpoint: Checkpoint, target: Target, folder: Path, progress: Progress
+    checkpoint: Checkpoint, target: Target, folder: Path, slots: int, progress: Progress
 ) -> tuple[list[manifest.Graph], list[Step], Heads]:
     """Write all graphs; also what parity needs to judge them, in which no model is referred to any more."""
     config = checkpoint.config
     drafter = assemble(checkpoint, target)
     progress("running the reference")
-    steps = script(config.vocab_size, config.block_size)
+    steps = script(config.vocab_size, config.block_size, config.draft_vocab_size)
     record_target(target, config.target_layer_ids, steps)
     record_drafter(drafter, steps)
     progress("exporting the target graph")
-    portable = [export_target(target, config.target_layer_ids, folder)]
+    portable = [export_target(target, config.target_layer_ids, folder, slots)]
     progress("exporting the drafter graph")
     portable.append(export_drafter(drafter, target, folder))
     progress("lowering for ONNX Runtime on CPU")
@@ -110,7 +117,7 @@ def _check(graphs: list[manifest.Graph], steps: list[Step], heads: Heads, folder
         progress(f"checking parity: {graph.role}, {graph.form}")
         file = folder / graph.file
         if graph.role == "target":
-            reports.append(parity.check_target(graph.form, file, steps, torch.get_num_threads()))
+            reports.append(parity.check_target(graph.form, file, steps, torch.get_num_threads(), graph.window))
         else:
             reports.append(parity.check_drafter(graph.form, file, steps, heads, torch.get_num_threads()))
     parity.write_report(reports, folder)
@@ -122,6 +129,13 @@ def _draft_len(options: Options, checkpoint: Checkpoint) -> int:
     if not 1 <= draft_len <= block_size:
         raise UsageError(f"--draft-len {draft_len}: this drafter proposes 1 to {block_size} tokens a round")
     return draft_len
+
+
+def _slots(options: Options, checkpoint: Checkpoint) -> int:
+    slots = checkpoint.config.block_size + 1 if options.slots is None else options.slots
+    if slots < 1:
+        raise UsageError(f"slots {slots}: a step gives at least the state after its last row")
+    return slots
 
 
 def _context_len(options: Options, checkpoint: Checkpoint, target: Target) -> int:

@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
 from dspark import __version__
 from dspark.errors import DSparkError, UsageError
-from dspark.manifest import MANIFEST, FileEntry, Manifest
+from dspark.manifest import DRAFT_TOKENS, MANIFEST, FileEntry, Manifest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -142,6 +143,11 @@ def write_target_files(files: dict[str, bytes], folder: Path) -> None:
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         if isinstance(template, str):
             (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def write_draft_tokens(d2t: np.ndarray, folder: Path) -> None:
+    """d2t int64 [Vd], offsets. Whoever draws drafts has to look up a token's probability by its draft index."""
+    np.save(folder / DRAFT_TOKENS, np.arange(len(d2t)) + d2t)
 
 
 def _check_readable(name: str, content: bytes) -> None:

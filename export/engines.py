@@ -28,6 +28,7 @@ def build_engines(folder: Path, options: Options, progress: Callable[[str], None
     graph).
     """
     manifest = read_manifest(folder)
+    check_states(f"bundle {folder}", len(manifest.graph("target", "portable").states))
     profiles = plan_all(manifest, options)
     trt, library, capabilities = prepare(options)
     options = dataclasses.replace(options, compute_capabilities=capabilities)
@@ -49,6 +50,14 @@ def build_engines(folder: Path, options: Options, progress: Callable[[str], None
         new, files = _describe(trt, manifest, options, profiles, graphs, made)
         replace_files(folder, manifest, new, files)
     return new
+
+
+def check_states(where: str, states: int) -> None:
+    """UsageError, beginning with `where`, for a target with recurrent layers."""
+    if states:
+        raise UsageError(
+            f"{where}: the target has recurrent layers, whose ops have no TensorRT plugin; use --backend onnxruntime"
+        )
 
 
 def prepare(options: Options) -> tuple[ModuleType, Path, tuple[str, ...]]:

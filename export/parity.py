@@ -75,10 +75,12 @@ class Ranking:
         return equal | tied
 
 
-def check_target(form: str, file: Path, steps: list[Step], threads: int | None = None) -> dict[str, Any]:
-    """The report on one target graph; `steps` hold the recorded reference."""
+def check_target(
+    form: str, file: Path, steps: list[Step], threads: int | None = None, window: int = 0
+) -> dict[str, Any]:
+    """The report on one target graph; `steps` hold the recorded reference. window: the graph's, 0 without rings."""
     rows, ranking = Rows(), Ranking()
-    for turn, found in replay("target", form, file, steps, threads):
+    for turn, found in replay("target", form, file, steps, threads, window):
         ranking.count(turn.logits, found["logits"])
         rows.add("logits", turn.logits, found["logits"], turn.prompt)
         rows.add("taps", turn.taps, found["taps"], turn.prompt)
@@ -92,9 +94,10 @@ def check_drafter(
     rows, ranking = Rows(), Ranking()
     for turn, found in replay("drafter", form, file, steps, threads):
         logits, best, confidence = heads.follow(turn, found["draft_tokens"])
-        right = ranking.count(logits, found["draft_logits"])
+        scores = turn.scores(found["draft_logits"])
+        right = ranking.count(turn.scores(logits), scores)
         # At a near-tie the graph's own best token is as right as the reference's.
-        tokens = np.where(right, heads.token(found["draft_logits"].argmax(-1)), best)
+        tokens = np.where(right, heads.token(scores.argmax(-1)), best)
         # As floats: the comparator divides by what it expected, and token 0 is an ordinary token.
         rows.add("draft_tokens", tokens.astype(float), found["draft_tokens"].astype(float))
         rows.add("draft_logits", logits, found["draft_logits"])

@@ -96,5 +96,5 @@ class Heads:
             confidence = None
             if self.confidence is not None:
                 confidence = self.confidence.logit(hidden, embedding).sigmoid()[0].numpy()
-            best = self.token(logits[0].argmax(dim=-1).numpy())
-        return logits[0].numpy(), best, confidence
+        corrected = logits[0].numpy()
+        return corrected, self.token(turn.scores(corrected).argmax(-1)), confidence

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+TEMPERATURE = 1.25  # of what is drawn; above 1, so that errors of scores are no larger than those of logits
+
 
 @dataclass
 class Turn:
@@ -12,6 +14,7 @@ class Turn:
 
     tokens int64 [n]; the target's reference logits fp32 [n, V] and taps fp32 [n, m*H]; the draft's block int64 [G]
     (anchor, then masks) and the drafter's reference hidden states fp32 [G, H] and base logits fp32 [G, Vd], in torch.
+    A block is greedy, or drawn at a temperature with noise fp32 [G, Vd]; a greedy one's is NaN, since nothing reads it.
     """
 
     request: int
@@ -20,6 +23,8 @@ class Turn:
     commit: int
     prompt: bool  # rows of a prompt, not of a verified block
     block_rows: int
+    temperature: float
+    noise: np.ndarray
     logits: np.ndarray = field(default_factory=lambda: np.empty(0))
     taps: np.ndarray = field(default_factory=lambda: np.empty(0))
     block: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -31,6 +36,10 @@ class Turn:
         """Tokens committed after this turn: the anchor's position."""
         return self.length + self.commit
 
+    def scores(self, logits: np.ndarray) -> np.ndarray:
+        """What the drafts are the argmaxes of, for corrected logits [n, Vd] of the block's first n positions."""
+        return logits / self.temperature + self.noise[: len(logits)] if self.temperature else logits
+
     @property
     def context_taps(self) -> np.ndarray:
         return self.taps[: self.commit]
@@ -39,8 +48,10 @@ class Turn:
 Step = list[Turn]
 
 
-def script(vocab_size: int, block_size: int, seed: int = 0) -> list[Step]:
+def script(vocab_size: int, block_size: int, draft_vocab_size: int, seed: int = 0) -> list[Step]:
     """Two requests, each prefilled in two chunks, then verifying blocks of which all, some or one token is kept.
+
+    The first one's drafts are greedy, the second one's drawn.
 
     The sizes cover what a graph may have specialised on: ragged requests, one row, one request, one context row, blocks
     of 1, block_size - 1 and block_size, and rows that a later step has to overwrite.
@@ -62,7 +73,14 @@ def script(vocab_size: int, block_size: int, seed: int = 0) -> list[Step]:
         step = []
         for request, (new, commit) in enumerate(sizes):
             tokens = draw.integers(0, vocab_size, new)
-            step.append(Turn(request, tokens, lengths[request], commit, prompt=i < 2, block_rows=block_rows))
+            drawn, shape = request == 1, (block_rows, draft_vocab_size)
+            noise = draw.gumbel(size=shape) if drawn else np.full(shape, np.nan)
+            step.append(
+                Turn(
+                    request, tokens, lengths[request], commit, prompt=i < 2, block_rows=block_rows,
+                    temperature=TEMPERATURE if drawn else 0.0, noise=noise.astype(np.float32),
+                )
+            )  # fmt: skip
             lengths[request] += commit
         steps.append(step)
     return steps

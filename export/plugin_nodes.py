@@ -2,11 +2,13 @@
 
 import onnx_ir as ir
 
-from dspark.export.functions.block_attention import CONTEXT, INPUTS
+from dspark.export.functions import causal_conv, gated_delta
+from dspark.export.functions.block_attention import INPUTS
 from dspark.export.functions.markov_argmax import INPUTS as MARKOV_INPUTS
 from dspark.export.functions.markov_argmax import OUTPUTS as MARKOV_OUTPUTS
 
-NAMES = {"BlockAttention": INPUTS + CONTEXT, "MarkovArgmax": MARKOV_INPUTS}
+NAMES: dict[str, tuple[str, ...]] = {"BlockAttention": INPUTS, "MarkovArgmax": MARKOV_INPUTS}
+NAMES |= {"CausalConv": causal_conv.INPUTS, "GatedDelta": gated_delta.INPUTS}
 
 
 def name_inputs(model: ir.Model) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 from dspark.errors import UsageError
-from dspark.manifest import Graph, Manifest, sized
+from dspark.manifest import CHUNK, Graph, Manifest, ring_rows, sized
 
 Sizes = tuple[int, int, int]  # smallest, usual, largest
-CHUNK = 512  # rows of a prompt that the runtime gives to one step
 
 
 def plan(manifest: Manifest, role: str, wanted: Mapping[str, Sizes], fixed_block: bool = False) -> dict[str, Sizes]:
@@ -27,7 +26,15 @@ def plan(manifest: Manifest, role: str, wanted: Mapping[str, Sizes], fixed_block
     else:
         draft_len = block if fixed_block else manifest.profiles.draft_len
         sizes |= {"G": (block if fixed_block else 1, draft_len, block), "Tc": (1, rows, max(CHUNK, most))}
-    needed = {name: largest for name, (_, _, largest) in sizes.items()} | {"T": most, "Tc": most}
+    rings = {}
+    if graph.window:
+        ring = ring_rows(graph, capacity, max(CHUNK, block + 1))
+        sizes["W"] = (block + 1, ring, ring)
+        ring, context = (wanted.get(name, sizes[name])[-1] for name in ("W", "C"))
+        columns = max(1, -(-context // max(1, ring)))  # a request's page is named as often as its rows go around
+        sizes["N"] = (1, columns, columns)
+        rings = {"W": ring_rows(graph, capacity, block + 1)}
+    needed = {name: largest for name, (_, _, largest) in sizes.items()} | {"T": most, "Tc": most} | rings
     for name in sizes:
         if name not in wanted:
             continue
@@ -51,9 +58,10 @@ def input_shapes(graph: Graph, sizes: Mapping[str, Sizes]) -> dict[str, tuple[tu
 
 
 def _shapes(graph: Graph) -> dict[str, tuple[int | str, ...]]:
-    caches = {pair.input: ("P", pair.kv_heads, "C", pair.head_dim) for pair in graph.caches}
+    caches = {p.input: ("P", p.kv_heads, "W" if p.window else "C", p.head_dim) for p in graph.caches}
     return {tensor.name: tensor.shape for tensor in graph.inputs} | caches
 
 
 def _input_with(graph: Graph, dimension: str) -> str:
-    return next(name for name, shape in _shapes(graph).items() if dimension in shape)
+    # Where all caches are rings, what is left of C is how many rows the pages have to reach.
+    return next((name for name, shape in _shapes(graph).items() if dimension in shape), "pages")

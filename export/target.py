@@ -1,7 +1,10 @@
-"""The target: any decoder-only transformers model, its attention replaced by the `dspark::block_attention` op."""
+"""The target: any decoder-only transformers model, its attention replaced by the `dspark::block_attention` op.
+
+Recurrent layers, where it has some, are hybrid.py's.
+"""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +15,10 @@ import transformers
 from torch import Tensor, nn
 
 from dspark.errors import UsageError
+from dspark.export.hybrid import LayerState, StateProbe, recurrent_layers, replacing, unknown_convolutions
 from dspark.export.locate import locate
 from dspark.export.modules.ops import block_attention
+from dspark.export.modules.recurrent import causal_conv, gated_delta
 from dspark.export.target_config import check_folder, check_ropes
 
 ATTENTION = "dspark"
@@ -26,10 +31,11 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer's attention needs of its caches [P, kv_heads, C, head_dim]."""
+    """What one layer's attention needs of its caches [P, kv_heads, C, head_dim]. window: in tokens, 0 for none."""
 
     kv_heads: int
     head_dim: int
+    window: int
 
 
 @dataclass
@@ -39,9 +45,14 @@ class Step:
     row_start: Tensor
     length: Tensor
     pages: Tensor
-    key_caches: Sequence[Tensor]
-    value_caches: Sequence[Tensor]
+    key_caches: Mapping[int, Tensor]
+    value_caches: Mapping[int, Tensor]
+    conv_states: Mapping[int, Tensor] = field(default_factory=dict)
+    delta_states: Mapping[int, Tensor] = field(default_factory=dict)
+    slots: int = 1  # of how many of the last rows the states come back
     updated: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    convolved: dict[int, Tensor] = field(default_factory=dict)
+    remembered: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attributes: dict[str, Any]) -> Tensor:
         caches = self.key_caches[layer], self.value_caches[layer]
@@ -49,9 +60,19 @@ class Step:
         self.updated[layer] = (updated[0], updated[1])
         return out
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        state, slots = self.conv_states[layer], self.slots
+        out, self.convolved[layer] = causal_conv(x, weight, state, self.row_start, self.length, bias, slots=slots)
+        return out
+
+    def remember(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        state, slots = self.delta_states[layer], self.slots
+        out, self.remembered[layer] = gated_delta(q, k, v, g, beta, state, self.row_start, self.length, slots=slots)
+        return out
+
 
 @dataclass
-class Probe:
+class Probe(StateProbe):
     """Stands in for a step to learn the caches' shapes: every row attends to itself alone, so the result is v."""
 
     caches: dict[int, LayerCache] = field(default_factory=dict)
@@ -61,7 +82,7 @@ class Probe:
             raise UsageError(
                 f"target: layer {layer} has keys of {k.shape[2]} and values of {v.shape[2]}; not supported"
             )
-        self.caches[layer] = LayerCache(k.shape[1], k.shape[2])
+        self.caches[layer] = LayerCache(k.shape[1], k.shape[2], attributes["window"])
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
@@ -110,10 +131,14 @@ def _attention(
 class TargetModule(nn.Module):
     """The target's graph: flattened rows of any number of requests in, logits, taps and updated caches out."""
 
-    def __init__(self, model: transformers.PreTrainedModel, target_layer_ids: Sequence[int]):
+    def __init__(self, model: transformers.PreTrainedModel, target_layer_ids: Sequence[int], slots: int = 1):
+        """slots: of how many of the last rows recurrent layers give their state."""
         super().__init__()
         self.model = model
         self.target_layer_ids = tuple(target_layer_ids)
+        self.slots = slots
+        self.recurrent = recurrent_layers(decoder_layers(model))
+        self.attention = [i for i in range(len(decoder_layers(model))) if i not in self.recurrent]
 
     def forward(
         self,
@@ -125,20 +150,35 @@ class TargetModule(nn.Module):
         logit_rows: Tensor,
         key_caches: Sequence[Tensor],
         value_caches: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        conv_states: Sequence[Tensor] = (),
+        delta_states: Sequence[Tensor] = (),
+    ) -> tuple[Any, ...]:
         """tokens, positions int64 [T]; row_start int32 [R+1]; length int32 [R]; pages int32 [R, N]; logit_rows int64
-        [L]; caches [P, Hkv, C, D] per layer -> logits fp32 [L, V], taps fp32 [T, m*H], the caches with the new rows."""
-        step = Step(row_start, length, pages, key_caches, value_caches)
+        [L]; caches [P, Hkv, C, D] per layer, [P, Hkv, W, D] of those with a window -> logits fp32 [L, V], taps fp32
+        [T, m*H], key caches, value caches with the new rows. With recurrent layers also their states of every request,
+        conv [R, K-1, C] and delta [R, Hv, Dk, Dv] -> those after each of the last S = min(T, slots) rows, [R, S, ...].
+        """
+
+        def by_layer(layers: Iterable[int], values: Sequence[Tensor]) -> dict[int, Tensor]:
+            return dict(zip(layers, values, strict=True))
+
+        caches = by_layer(self.attention, key_caches), by_layer(self.attention, value_caches)
+        states = by_layer(self.recurrent, conv_states), by_layer(self.recurrent, delta_states)
+        step = Step(row_start, length, pages, *caches, *states, slots=self.slots)
         logits, taps = self.run(step, tokens, positions, logit_rows)
-        updated = [step.updated[layer] for layer in range(len(key_caches))]
-        return logits, taps, [k for k, _ in updated], [v for _, v in updated]
+        updated = [step.updated[layer] for layer in self.attention]
+        after = [[made[layer] for layer in self.recurrent] for made in (step.convolved, step.remembered)]
+        return logits, taps, [k for k, _ in updated], [v for _, v in updated], *(after if self.recurrent else ())
 
     def run(self, step: Step | Probe, tokens: Tensor, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         taps: dict[int, Tensor] = {}
         hooks = [self._tap(i, taps) for i in set(self.target_layer_ids)]
         outer = _current.set(step)
         try:
-            out = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+            with replacing(self.recurrent, step):
+                out = self.model(
+                    input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+                )
         finally:
             _current.reset(outer)
             for hook in hooks:
@@ -169,7 +209,8 @@ class Target:
     """A loaded target. `files` are the tokenizer, generation config and chat template as the bundle carries them."""
 
     model: transformers.PreTrainedModel
-    caches: tuple[LayerCache, ...]
+    caches: tuple[LayerCache, ...]  # of the layers that attend
+    states: tuple[LayerState, ...]  # of the layers that are recurrent
     stop_token_ids: tuple[int, ...]
     sources: dict[str, Path]  # file name -> what was read, for the manifest's hashes
     files: dict[str, bytes]
@@ -189,7 +230,7 @@ class Target:
 
     @property
     def layers(self) -> int:
-        return len(self.caches)
+        return len(self.caches) + len(self.states)
 
     @property
     def embed_tokens(self) -> Tensor:
@@ -201,9 +242,9 @@ class Target:
         head: Any = self.model.get_output_embeddings()
         return head.weight
 
-    def module(self, target_layer_ids: Sequence[int]) -> TargetModule:
+    def module(self, target_layer_ids: Sequence[int], slots: int = 1) -> TargetModule:
         """The torch module whose forward is the exported graph, and parity's reference."""
-        return TargetModule(self.model, target_layer_ids).eval()
+        return TargetModule(self.model, target_layer_ids, slots).eval()
 
 
 def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Target:
@@ -228,7 +269,7 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
         )
         _check_loaded(source, loaded)
         check_ropes(model.config.get_text_config().to_dict(), lambda key, problem: _wrong_key(source, key, problem))
-        caches = _probe(model.eval().requires_grad_(False))
+        caches, states = _probe(model.eval().requires_grad_(False))
     except UsageError:
         raise
     except Exception as error:  # a config's every fault has another class
@@ -248,7 +289,7 @@ def load_target(source: str | Path, dtype: torch.dtype = torch.float32) -> Targe
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if name in sources}
         if "tokenizer.json" not in files and "tokenizer_config.json" in files:
             files |= _built_files(folder, None, model)
-    return Target(model, caches, _stop_token_ids(model), sources, files)
+    return Target(model, caches, states, _stop_token_ids(model), sources, files)
 
 
 def _wrong_key(source: str | Path, key: str, problem: str) -> UsageError:
@@ -307,15 +348,16 @@ def _stop_token_ids(model: transformers.PreTrainedModel) -> tuple[int, ...]:
     return tuple(stops)
 
 
-def _probe(model: transformers.PreTrainedModel) -> tuple[LayerCache, ...]:
-    """Run two tokens to see that every layer comes to our attention, and what caches it needs."""
+def _probe(model: transformers.PreTrainedModel) -> tuple[tuple[LayerCache, ...], tuple[LayerState, ...]]:
+    """Run two tokens to see that every layer comes to our ops, and what they need to remember for it."""
     probe, rows = Probe(), torch.arange(2)
     with torch.no_grad():
         TargetModule(model, (-1,)).run(probe, rows, rows, rows)
-    layers = len(decoder_layers(model))
-    missing = [i for i in range(layers) if i not in probe.caches]
+    states, layers = probe.states(), decoder_layers(model)
+    recurrent, unknown = {state.layer for state in states}, unknown_convolutions(layers)
+    missing = [i for i in range(len(layers)) if (i in probe.caches) == (i in recurrent) or i in unknown]
     if missing:
         raise UsageError(
             f"target: layer {missing[0]} of {type(model).__name__} is no attention that can be replaced; not supported"
         )
-    return tuple(probe.caches[i] for i in range(layers))
+    return tuple(probe.caches[i] for i in sorted(probe.caches)), states

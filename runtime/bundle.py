@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from dspark.errors import UsageError
-from dspark.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from dspark.manifest import DRAFT_TOKENS, MANIFEST, FileEntry, Manifest, read_manifest
 
 INT32 = 2**31
 
@@ -47,6 +49,26 @@ def open_bundle(folder: str | Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
+def read_draft_tokens(bundle: Bundle) -> np.ndarray | None:
+    """The token of every draft index, int64 [Vd]; None where they are the same, and in bundles of older versions.
+
+    UsageError where the file is not that.
+    """
+    if not bundle.has(DRAFT_TOKENS):
+        return None
+    file, size = bundle.path(DRAFT_TOKENS), bundle.manifest.drafter.draft_vocab_size
+    try:
+        tokens = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{file}: cannot be read ({error}); export the bundle again") from error
+    vocab_size = bundle.manifest.target.vocab_size
+    if tokens.dtype != np.int64 or tokens.shape != (size,) or len(np.unique(tokens)) != size:
+        raise UsageError(f"{file}: is not {size} different int64 tokens; export the bundle again")
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise UsageError(f"{file}: has tokens outside the vocabulary of {vocab_size}; export the bundle again")
+    return tokens
+
+
 def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
     file = folder / name
     for part in [file, *file.parents]:
@@ -74,6 +96,7 @@ def _check_values(manifest: Manifest, where: str) -> None:
     block, taps = drafter.block_size, drafter.target_layer_ids
     sizes = (target.hidden_size, target.vocab_size, target.layers, target.max_position_embeddings)
     caches = [(pair.kv_heads, pair.head_dim) for graph in manifest.io for pair in graph.caches]
+    states = [state for graph in manifest.io for state in graph.states]
     claims = {
         f"drafter.layout is anchor-first (found {drafter.layout!r})": drafter.layout == "anchor-first",
         # The graphs count rows in int32.
@@ -90,6 +113,12 @@ def _check_values(manifest: Manifest, where: str) -> None:
         "-1 <= drafter.target_layer_ids < target.layers": _within(taps, -1, target.layers),
         "0 <= target.stop_token_ids < target.vocab_size": _within(target.stop_token_ids, 0, target.vocab_size),
         "0 <= io's cache_slack <= 1024": _within([graph.cache_slack for graph in manifest.io], 0, 1025),
+        "0 <= window of io's caches < 2**31": _within(
+            [pair.window for graph in manifest.io for pair in graph.caches], 0, INT32
+        ),
+        "kind of io's states is recurrent": all(state.kind == "recurrent" for state in states),
+        "float32 or float16: dtype of io's states": all(state.dtype in ("float32", "float16") for state in states),
+        "1 <= slots, shape of io's states < 2**31": all(_within((s.slots, *s.shape), 1, INT32) for s in states),
         "1 <= kv_heads, head_dim of io's caches < 2**31": all(_within(pair, 1, INT32) for pair in caches),
         "0 <= sizes in io's shapes < 2**31": all(
             _within([size for size in tensor.shape if isinstance(size, int)], 0, INT32)

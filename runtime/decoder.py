@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from dspark.errors import UsageError
 from dspark.manifest import Manifest
-from dspark.runtime.bundle import Bundle, open_bundle
+from dspark.runtime.bundle import Bundle, open_bundle, read_draft_tokens
 from dspark.runtime.draft import Drafter
-from dspark.runtime.engines.base import Engine
+from dspark.runtime.engines.base import NOISE, Engine
 from dspark.runtime.engines.open import ONNXRUNTIME, check_threads, open_engines
 from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
 from dspark.runtime.tokens import Tokenizer, load_tokenizer
+from dspark.runtime.verify import DraftVocabulary
 
 
 def load(
@@ -28,7 +31,8 @@ def load(
     """
     bundle, limit = _open(folder, threads, max_context_len)
     target, drafter = open_engines(bundle, ("target", "drafter"), backend, limit, threads)
-    return Decoder(bundle.manifest, target, drafter, load_tokenizer(bundle), limit)
+    tokenizer, draft_tokens = load_tokenizer(bundle), read_draft_tokens(bundle)
+    return Decoder(bundle.manifest, target, drafter, tokenizer, limit, draft_tokens)
 
 
 def load_drafter(
@@ -59,14 +63,25 @@ class Decoder:
     """A target and a drafter engine with what a request needs to know about them. Not for two threads at once."""
 
     def __init__(
-        self, manifest: Manifest, target: Engine, drafter: Engine, tokenizer: Tokenizer | None, context_limit: int
+        self,
+        manifest: Manifest,
+        target: Engine,
+        drafter: Engine,
+        tokenizer: Tokenizer | None,
+        context_limit: int,
+        draft_tokens: np.ndarray | None = None,
     ):
+        """draft_tokens int64 [Vd]: the token of every draft index; None: they are the same, or nobody knows."""
         self.manifest = manifest
         self.target_engine = target
         self.drafter_engine = drafter
         self.tokenizer = tokenizer
         self.context_limit = context_limit
         self.stops = frozenset(manifest.target.stop_token_ids)
+        size, known = manifest.drafter.draft_vocab_size, manifest.target.vocab_size
+        self.vocabulary = DraftVocabulary(size) if draft_tokens is None else DraftVocabulary.of(draft_tokens, known)
+        # Drawn drafts need noise as an input of the drafter, and their tokens' indices to look up q.
+        self.can_draw = NOISE in drafter.inputs and (draft_tokens is not None or size == known)
         self.owner: Session | None = None  # whose state the engines' caches hold
 
     def session(self) -> Session:

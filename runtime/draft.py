@@ -10,7 +10,7 @@ import numpy as np
 
 from dspark.errors import UsageError
 from dspark.manifest import Drafter as Spec
-from dspark.runtime.engines.base import Engine, Rows, join_rows
+from dspark.runtime.engines.base import NOISE, Engine, Rows, join_rows
 from dspark.runtime.target import PAGES
 
 
@@ -20,6 +20,9 @@ class Draft:
 
     tokens: list[int]
     confidence: np.ndarray | None  # fp32 [G]: the chance that token k is accepted if all before it are; None: not read
+    # fp32 [G, Vd], before temperature and noise: token k was drawn from softmax(logits[k] / temperature), over draft
+    # indices. Valid until the drafter's next run. None: not read.
+    logits: np.ndarray | None = None
 
 
 class Drafter:
@@ -68,17 +71,29 @@ class Drafter:
         self._waiting.append(taps.copy())
 
     def propose(
-        self, anchor: int, taps: Rows | None = None, draft_len: int | None = None, *, read_confidence: bool = True
+        self,
+        anchor: int,
+        taps: Rows | None = None,
+        draft_len: int | None = None,
+        *,
+        temperature: float = 0.0,
+        noise: np.ndarray | None = None,
+        read_confidence: bool = True,
+        read_logits: bool = False,
     ) -> Draft:
         """Draft the `draft_len` (1..block_size, default block_size) tokens that follow `anchor`.
 
         anchor: the last committed token, whose hidden state nobody has computed yet. taps: as for `observe`, if any are
         still to be handed over; at least one token must have been since the last proposal.
-        read_confidence=False leaves the confidences in the engine. UsageError for a wrong draft_len.
+        temperature, noise: above 0, token k is drawn: the argmax of logits / temperature + noise, with the caller's
+        Gumbel noise fp32 [draft_len, Vd]. At 0 it is the logits' argmax, and there is no noise.
+        read_confidence=False and read_logits=False leave those in the engine. UsageError for a wrong draft_len,
+        temperature or noise, and for a bundle that cannot draw.
         """
         size = self.spec.block_size if draft_len is None else draft_len
         if not 1 <= size <= self.spec.block_size:
             raise UsageError(f"draft length {size}: this drafter takes 1 to {self.spec.block_size}")
+        self._check_noise(size, temperature, noise)
         if taps is not None:
             self.observe(taps)
         context = self._take()
@@ -89,10 +104,26 @@ class Drafter:
             self._extend(context[: self.chunk])
             context = context[self.chunk :]
         with_confidence = read_confidence and self.spec.confidence.enabled
-        fetch = ("draft_tokens", "confidence") if with_confidence else ("draft_tokens",)
-        outputs = self._run([anchor] + [self.spec.mask_token_id] * (size - 1), context, fetch)
+        wanted = {"draft_tokens": True, "confidence": with_confidence, "draft_logits": read_logits}
+        fetch = tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        block = [anchor] + [self.spec.mask_token_id] * (size - 1)
+        outputs = self._run(block, context, fetch, temperature, noise)
         confidence = outputs["confidence"][0].copy() if with_confidence else None
-        return Draft(outputs["draft_tokens"][0].tolist(), confidence)
+        logits = outputs["draft_logits"][0] if read_logits else None
+        return Draft(outputs["draft_tokens"][0].tolist(), confidence, logits)
+
+    def _check_noise(self, size: int, temperature: float, noise: np.ndarray | None) -> None:
+        if not 0 <= temperature < np.inf:
+            raise UsageError(f"drafter: temperature {temperature}: must be a number from 0")
+        if (noise is None) != (temperature == 0):
+            raise UsageError("drafter: noise is for a temperature above 0: give both, or neither")
+        if noise is None:
+            return
+        if NOISE not in self.engine.inputs:
+            raise UsageError("drafter: this bundle was exported without noise, so drafts are greedy; export it again")
+        shape = (size, self.spec.draft_vocab_size)
+        if noise.dtype != np.float32 or noise.shape != shape:
+            raise UsageError(f"drafter: noise {noise.dtype} {list(noise.shape)}; give float32 {list(shape)}")
 
     def _take(self) -> Rows:
         waiting, self._waiting = self._waiting, []
@@ -103,7 +134,14 @@ class Drafter:
         for at in range(0, len(context), self.chunk):
             self._run([self.spec.mask_token_id], context[at : at + self.chunk], ())
 
-    def _run(self, block: list[int], context: Rows, fetch: tuple[str, ...]) -> dict[str, np.ndarray]:
+    def _run(
+        self,
+        block: list[int],
+        context: Rows,
+        fetch: tuple[str, ...],
+        temperature: float = 0.0,
+        noise: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
         """One engine run: context rows take the positions after the cached ones, block rows those after them."""
         size, rows, anchor_position = len(block), len(context), self.length + len(context)
         if self.engine.owner is not self:
@@ -122,7 +160,9 @@ class Drafter:
                 "context_start": np.array([0, rows], np.int32),
                 "length": np.array([self.length], np.int32),
                 "pages": PAGES,
-            },
+                "temperature": np.array([temperature], np.float32),
+            }
+            | ({} if noise is None else {NOISE: noise[None]}),
             fetch,
         )
         self.length = anchor_position

@@ -1,6 +1,6 @@
 """One round: draft, schedule, verify, commit (DSpark, figure 2). Plain decoding is the round that drafts nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -8,7 +8,11 @@ from dspark.runtime.commit import Kind, commit
 from dspark.runtime.draft import Draft, Drafter
 from dspark.runtime.schedule import Scheduler
 from dspark.runtime.target import Target
-from dspark.runtime.verify import verify
+from dspark.runtime.verify import Judge, verify
+
+
+class Cancelled(Exception):
+    """The generation was cancelled; nothing of the round has been decided."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,12 @@ class Rules:
 
     draft_len: int
     scheduler: Scheduler
-    stops: frozenset[int]  # empty where stop tokens are ignored
+    judge: Judge  # chooses every token
+    stops: frozenset[int]  # a draft is cut after the first of them; empty where stop tokens are ignored
+    ends: Callable[[int], bool]  # told every token that is kept, in order; True: the text ends with it
     read_confidence: bool  # the scheduler wants the confidences, or a trace does
+    stepwise: bool = False  # mode strict: the target runs one token at a time
+    check: Callable[[], None] = lambda: None  # raises Cancelled
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Round:
     accepted: int  # n: how many of those were kept
     emitted: list[int]  # the accepted drafts, then the extra token unless a stop token was accepted
     commit: Kind
+    target_steps: int  # forwards of the target: one, but for a replay
     target_length: tuple[int, int]
     drafter_length: tuple[int, int]
     draft_ms: float
@@ -41,17 +50,30 @@ class Round:
     engine_ms: float  # inside engine runs: the rest of total_ms is the host's own work
 
 
-def decode_round(target: Target, drafter: Drafter | None, anchor: int, budget: int, rules: Rules) -> Round:
+def decode_round(
+    target: Target,
+    drafter: Drafter | None,
+    anchor: int,
+    budget: int,
+    rules: Rules,
+    index: int = 0,
+    *,
+    pause: bool = False,
+) -> Round:
     """Emit at least one token after `anchor`, whose K/V is not in the target's cache yet.
 
     budget: the most drafts that may be verified, so that no limit is overrun; with 0 nothing is drafted. drafter None:
-    plain decoding. The round's state changes are complete when it returns: lengths, and taps handed to the drafter.
+    plain decoding. index: of the round in its generation. pause: draft nothing, but keep the drafter's context whole.
+    The round's state changes are complete when it returns: lengths, and taps handed to the drafter. Cancelled: nothing
+    was decided, and the state is the one before, but for taps that the drafter has taken in.
     """
-    started, before = perf_counter(), _state(target, drafter)
+    started, before, steps = perf_counter(), _state(target, drafter), target.steps
+    rules.check()
 
     proposal = Draft([], None)  # 1. draft
-    if drafter is not None and budget > 0:
-        proposal = drafter.propose(anchor, draft_len=rules.draft_len, read_confidence=rules.read_confidence)
+    if drafter is not None and budget > 0 and not pause:
+        drawing = rules.judge.drafting(target.length + 1, rules.draft_len, index)
+        proposal = drafter.propose(anchor, draft_len=rules.draft_len, read_confidence=rules.read_confidence, **drawing)
     drafted = perf_counter()
 
     length = 0  # 2. schedule
@@ -59,8 +81,12 @@ def decode_round(target: Target, drafter: Drafter | None, anchor: int, budget: i
         length = rules.scheduler.length(len(proposal.tokens), proposal.confidence)
         length = min(length, budget, _first_stop(proposal.tokens, rules.stops))
 
+    rules.check()
     verify_started = perf_counter()  # 3. verify
-    verdict = verify(target, anchor, proposal.tokens[:length], rules.stops, taps=drafter is not None)
+    taps, judge, ends = drafter is not None, rules.judge, rules.ends
+    verdict = verify(
+        target, anchor, proposal, length, judge, ends, taps=taps, stepwise=rules.stepwise, check=rules.check
+    )
     verified = perf_counter()
 
     kept = commit(target, verdict)  # 4. commit
@@ -77,6 +103,7 @@ def decode_round(target: Target, drafter: Drafter | None, anchor: int, budget: i
         accepted=verdict.accepted,
         emitted=proposal.tokens[: verdict.accepted] + ([] if verdict.extra is None else [verdict.extra]),
         commit=kept.kind,
+        target_steps=target.steps - steps,
         target_length=(before[0], after[0]),
         drafter_length=(before[1], after[1]),
         draft_ms=(drafted - started) * 1e3,

@@ -23,7 +23,10 @@ class Stats:
     verified_per_position: list[int] = field(default_factory=list)  # out of this many in which it was verified
     direct_full_commits: int = 0  # rounds that kept every row they verified
     direct_partial_commits: int = 0  # rounds that kept a prefix of them
-    replay_fallbacks: int = 0  # rounds that ran accepted tokens again: never, on attention caches
+    replay_fallbacks: int = 0  # rounds that ran accepted tokens one by one: mode strict, or a state with no other way
+    target_steps: int = 0  # target forwards after the prefill: one a round, but for replays
+    pauses: int = 0  # how often drafting was paused
+    paused_rounds: int = 0  # rounds of those pauses
     prefill_ms: float = 0.0
     draft_ms: float = 0.0  # sum over rounds
     verify_ms: float = 0.0  # sum over rounds
@@ -46,6 +49,8 @@ class Stats:
             self.accepted_per_position[k] += 1
         self.direct_full_commits += done.commit == "full"
         self.direct_partial_commits += done.commit == "partial"
+        self.replay_fallbacks += done.commit == "replay"
+        self.target_steps += done.target_steps
         self.draft_ms += done.draft_ms
         self.verify_ms += done.verify_ms
         self.engine_ms += done.engine_ms
@@ -54,6 +59,11 @@ class Stats:
     def acceptance_length(self) -> float | None:
         """Tokens per round (the paper's tau): the prefill's token left out; None without a round."""
         return (self.emitted - 1) / self.rounds if self.rounds else None
+
+    @property
+    def net_saved(self) -> int:
+        """Target forwards saved: plain decoding makes one for every token but the prefill's."""
+        return max(0, self.emitted - 1) - self.target_steps
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,6 +100,10 @@ class Stats:
             "direct_full_commits": self.direct_full_commits,
             "direct_partial_commits": self.direct_partial_commits,
             "replay_fallbacks": self.replay_fallbacks,
+            "target_steps": self.target_steps,
+            "net_saved": self.net_saved,
+            "pauses": self.pauses,
+            "paused_rounds": self.paused_rounds,
             "prefill_ms": round(self.prefill_ms, 3),
             "draft_ms": round(self.draft_ms, 3),
             "verify_ms": round(self.verify_ms, 3),

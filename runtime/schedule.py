@@ -33,23 +33,30 @@ class Threshold:
 
     reads_confidence = True
 
-    def __init__(self, threshold: float):
+    def __init__(self, threshold: float, least: int = 0):
+        """least: so many drafts are verified whatever their confidence."""
         self.threshold = threshold
+        self.least = least
 
     def length(self, drafted: int, confidence: np.ndarray | None) -> int:
         assert confidence is not None
         below = ~(confidence >= self.threshold)  # spelled so that NaN counts as 0
+        below[: self.least] = False
         return int(below.argmax()) if below.any() else drafted
 
 
 SCHEDULERS = ("off", "threshold")
+GATE = Threshold(0.8, least=2)  # the default for drafts that are judged by chance: more of them are rejected
 
 
-def make_scheduler(name: str | None, threshold: float | None, has_confidence: bool) -> Scheduler:
+def make_scheduler(name: str | None, threshold: float | None, has_confidence: bool, drawn: bool = False) -> Scheduler:
     """The scheduler for the options of a request; UsageError for options that contradict each other or the drafter.
 
-    name None: `threshold` if a threshold is given, else `off`. A threshold of 0 is the full block.
+    name None: `threshold` if a threshold is given, else GATE where drafts are judged by chance (`drawn`) and the
+    drafter has confidences, else `off`. A threshold of 0 is the full block.
     """
+    if name is None and threshold is None and drawn and has_confidence:
+        return GATE
     if name is None:
         name = "off" if threshold is None else "threshold"
     if name not in SCHEDULERS:
@@ -65,3 +72,35 @@ def make_scheduler(name: str | None, threshold: float | None, has_confidence: bo
     if not has_confidence:
         raise UsageError("scheduler threshold: this drafter has no confidence head; use scheduler off")
     return Threshold(threshold)
+
+
+class Pausing:
+    """Pauses drafting for PAUSE rounds when over the last WINDOW rounds the accept rate was below a minimum."""
+
+    WINDOW, PAUSE = 16, 32
+
+    def __init__(self, least: float | None):
+        """least: accepted over verified drafts, 0..1; None: never pause. UsageError: out of range."""
+        if least is not None and not 0 <= least <= 1:
+            raise UsageError(f"pause below {least:g}: must be an accept rate from 0 to 1")
+        self.least = least
+        self.pauses = 0
+        self._rounds: list[tuple[int, int]] = []  # (verified, accepted) since the last pause
+        self._left = 0  # rounds that this pause still has
+
+    def begin_round(self) -> bool:
+        """True: this round drafts nothing."""
+        if self._left == 0:
+            return False
+        self._left -= 1
+        return True
+
+    def end_round(self, verified: int, accepted: int) -> None:
+        """Of a round that drafted."""
+        self._rounds = [*self._rounds, (verified, accepted)][-self.WINDOW :]
+        if self.least is None or len(self._rounds) < self.WINDOW:
+            return
+        shown, kept = (sum(column) for column in zip(*self._rounds, strict=True))
+        if kept < self.least * shown or not shown:
+            self._rounds, self._left = [], self.PAUSE
+            self.pauses += 1

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dspark.errors import UsageError
@@ -76,16 +76,57 @@ class Detokenizer:
         self._ids: list[int] = []
         self._start = 0  # where both decodings begin
         self._shown = 0  # tokens whose text is out
+        self._more = 0  # characters after them that are out too: a part of a character follows those
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """Add tokens; return the text that became certain. last=True gives out what was held back."""
         self._ids += ids
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         after = self._tokenizer.decode(self._ids[self._start :])
-        if after.endswith("\N{REPLACEMENT CHARACTER}") and not last:
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+        certain = after if last else after.rstrip("\N{REPLACEMENT CHARACTER}")
+        text = certain[len(before) + self._more :]
+        if certain == after:
+            self._start, self._shown, self._more = self._shown, len(self._ids), 0
+        else:
+            self._more += len(text)
+        return text
+
+
+class Ending:
+    """Where an answer ends, and which of its text may be shown: never a part of a stop string or of a character."""
+
+    def __init__(self, stop_ids: Collection[int], strings: Sequence[str], text: Detokenizer | None):
+        """text: of the answer, from its beginning; None: there is no text, and no stop string can be found."""
+        self.stopped = False  # by the last token pushed
+        self._ids, self._strings, self._text = stop_ids, strings, text
+        self._held = ""  # text that was not shown yet
+
+    def push(self, token: int) -> bool:
+        """Add a token that is kept; True: the answer ends with it."""
+        if self._text is not None:
+            self._held += self._text.push([token])
+        self.stopped = token in self._ids or self._cut()
+        return self.stopped
+
+    def take(self, *, last: bool = False) -> str:
+        """The text that became certain. last=True gives out what was held back: the answer has ended."""
+        if last and self._text is not None and not self._cut():
+            self._held += self._text.push([], last=True)
+        keep = 0 if last else max((_overlap(self._held, string) for string in self._strings), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def _cut(self) -> bool:
+        """Drop everything from the first stop string on, if there is one."""
+        found = [at for string in self._strings if (at := self._held.find(string)) >= 0]
+        if found:
+            self._held, self._text = self._held[: min(found)], None
+        return bool(found)
+
+
+def _overlap(text: str, string: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `string`."""
+    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if string.startswith(text[-n:])), 0)
 
 
 def load_tokenizer(bundle: Bundle) -> Tokenizer | None:

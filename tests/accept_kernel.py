@@ -131,13 +131,18 @@ class Compared:
 
 
 def compare(library: ctypes.CDLL, arrays: Mapping[str, np.ndarray], dtype: str, counts: Compared) -> None:
-    """AssertionError where the kernels leave the float64 loop.
+    """AssertionError where the kernels leave the float64 loop."""
+    check(quantised(arrays, dtype), run(library, arrays, dtype), counts)
+
+
+def check(arrays: Mapping[str, np.ndarray], found: tuple[np.ndarray, np.ndarray], counts: Compared) -> None:
+    """AssertionError where `found` (accepted, next) leaves the float64 loop over these arrays.
 
     Accepted counts exactly, except where an accept draw is within NEAR (relative) of its bound. The drawn token
     exactly, except where the draw is within NEAR (of the whole distribution) of the bound between two tokens.
     """
-    accepted, following = run(library, arrays, dtype)
-    for request, outcome in enumerate(accept(**quantised(arrays, dtype))):
+    accepted, following = found
+    for request, outcome in enumerate(accept(**arrays)):
         counts.requests += 1
         if outcome.near:
             counts.skipped += 1

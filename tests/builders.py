@@ -10,6 +10,7 @@ the same bytes, and a greedy token is rarely a near-tie.
 import json
 from pathlib import Path
 
+CENTRED = ("qwen3_next", "qwen3_5_text")  # families whose norms scale by 1 + weight
 VOCAB_SIZE = 272  # 256 bytes, three special tokens, and some rows that no text uses, as real models have them
 STOP_TOKEN = 258  # <|im_end|>
 MASK_TOKEN = 260
@@ -68,10 +69,25 @@ def write_target(folder: Path, kind: str = "llama", *, seed: int = 0, dtype: str
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(_random(name, tuple(parameter.shape)))
+                if kind in CENTRED and name.endswith("norm.weight") and "linear_attn" not in name:
+                    parameter.sub_(1)
     model.save_pretrained(folder)
     _write_json(folder / "generation_config.json", {"bos_token_id": 257, "eos_token_id": [STOP_TOKEN]})
     write_tokenizer(folder)
     return folder
+
+
+# A hybrid target's sizes: two gated DeltaNet layers around one that attends, no experts.
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "num_experts": 0,
+    "max_position_embeddings": 2048,
+}
 
 
 def drafter_config(target: Path, **config) -> dict:

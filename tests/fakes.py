@@ -42,6 +42,9 @@ class Language:
 class FakeTarget:
     """An Engine. Rows of the cache hold tokens; None is a row that nobody wrote."""
 
+    most_rows: int | None = None
+    slots = 0
+
     def __init__(self, language: Language, capacity: int):
         self.language = language
         self.capacity = capacity
@@ -76,6 +79,9 @@ class FakeTarget:
         self._results = list(results.values())
         return {name: results[name] for name in fetch}
 
+    def keep(self, rows):
+        assert rows >= 0, "rows that the last run did not have"
+
 
 Policy = Callable[[Sequence[int], int], list[int]]  # (prefix with the anchor, count) -> drafts
 
@@ -85,6 +91,7 @@ class FakeDrafter:
 
     def __init__(self, language: Language, capacity: int, policy: Policy, confidence: Callable | None = None):
         self.language = language
+        self.inputs = ("tokens", "noise", "temperature")
         self.capacity = capacity
         self.owner: object = None
         self.policy = policy
@@ -102,6 +109,8 @@ class FakeDrafter:
         check(inputs["taps"], np.float32, (rows, TAP_WIDTH))
         check(inputs["context_positions"], np.int64, (rows,))
         check(inputs["length"], np.int32, (1,))
+        check(inputs["temperature"], np.float32, (1,))
+        assert ("noise" in inputs) == (inputs["temperature"][0] > 0), "noise is for drawn drafts alone"
         end = length + rows
         assert inputs["row_start"].tolist() == [0, size] and inputs["context_start"].tolist() == [0, rows]
         assert rows >= 1 and end + 2 * size <= self.capacity, "rows beyond the cache"
@@ -122,6 +131,7 @@ class FakeDrafter:
         drafts = self.policy([*tokens, block[0]], size)
         confidence = [1.0] * size if self.confidence is None else self.confidence(drafts)
         results = {"draft_tokens": np.array([drafts]), "confidence": np.array([confidence], np.float32)}
+        results["draft_logits"] = np.eye(VOCAB, dtype=np.float32)[drafts][None]
         return {name: results[name] for name in fetch}
 
 

@@ -212,8 +212,9 @@ def fake_gpu(monkeypatch, backend):
     tensorrt.import_tensorrt.cache_clear()
 
 
-def with_engines(source: Path, folder: Path, backend: str, **changes) -> Path:
-    """A copy of a bundle with "engines" for a backend; `changes` of their manifest entries."""
+def with_engines(source: Path, folder: Path, backend: str, wanted: dict | None = None, **changes) -> Path:
+    """A copy of a bundle with "engines" for a backend; `wanted` sizes of their profiles, `changes` of their manifest
+    entries."""
     shutil.copytree(source, folder)
     old, library = m.read_manifest(folder), "plugins/library.so"
     for part in ("plugins", "engines"):
@@ -234,7 +235,7 @@ def with_engines(source: Path, folder: Path, backend: str, **changes) -> Path:
             "hardware_compatibility": "none",
             "version_compatible": False,
             "plugins": entry.sha256,
-            "profile": plan(old, role, {}),
+            "profile": plan(old, role, wanted or {}),
         }
         engines.append(fields | changes)
     raw = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

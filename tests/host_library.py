@@ -1,4 +1,7 @@
-"""The kernels of plugins/ on the CPU: builds the library over the host shim, and calls it with numpy arrays."""
+"""The kernels of plugins/ on the CPU: builds their library over the host shim, and calls it with numpy arrays.
+
+A library for a GPU (plugins/tests/device_api.cu) is called alike.
+"""
 
 import ctypes
 import os
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from host_memory import Failed, Guarded, call, workspace_bytes
 
 ROOT = Path(__file__).parents[1]
 DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -53,6 +57,8 @@ def sanitizer_environment() -> dict[str, str]:
 class Attention(ctypes.Structure):
     """dspark::BlockAttention, field by field."""
 
+    held: dict[str, Guarded]  # what the pointers point into
+
     POINTERS = (
         "q", "k", "v", "key_cache", "value_cache", "row_start", "length", "pages",
         "context_k", "context_v", "context_start", "sinks", "out",
@@ -74,10 +80,7 @@ class HostLibrary:
     def __init__(self, path: Path | str):
         self.c = ctypes.CDLL(str(path))
         self.c.dspark_host_status_text.restype = ctypes.c_char_p
-        self.c.dspark_host_block_attention_size.restype = ctypes.c_size_t
-        self.c.dspark_host_block_attention_workspace.restype = ctypes.c_size_t
         self.c.dspark_host_seed.argtypes = [ctypes.c_uint64]
-        assert self.c.dspark_host_block_attention_size() == ctypes.sizeof(Attention)
 
     def seed(self, seed: int) -> None:
         """Chooses the order in which threads run from now on."""
@@ -86,26 +89,31 @@ class HostLibrary:
     def status_text(self, status: int) -> str:
         return self.c.dspark_host_status_text(status).decode()
 
-    def attention_status(self, params: Attention, workspace_bytes: int | None = None) -> int:
-        """One call, with as large a workspace as the library asks for (full of NaN)."""
-        if workspace_bytes is None:
-            workspace_bytes = self.c.dspark_host_block_attention_workspace(ctypes.byref(params))
-        workspace = np.full(workspace_bytes, 255, np.uint8)
-        return self.c.dspark_host_block_attention(
-            ctypes.byref(params), ctypes.c_void_p(workspace.ctypes.data), ctypes.c_size_t(workspace_bytes)
-        )
+    def attention_status(self, params: Attention, workspace: int | None = None) -> int:
+        """One call, with as many bytes of workspace as the library asks for, or `workspace`."""
+        more = 0 if workspace is None else workspace - workspace_bytes(self.c, "block_attention", params)
+        try:
+            call(self.c, "block_attention", params, params.held, more)
+        except Failed as error:
+            return error.args[0]
+        return 0
 
     def block_attention(self, arrays: dict[str, np.ndarray], **settings) -> tuple[np.ndarray, ...]:
-        """(out, key cache, value cache) of the op; `settings` are its attributes, and target_blocks."""
-        arrays = arrays | {name: arrays[name].copy() for name in ("key_cache", "value_cache")}
-        arrays["out"] = np.full_like(arrays["q"], np.nan)
-        status = self.attention_status(attention_params(arrays, **settings))
+        """(out, key cache, value cache) of the op; `settings` are its attributes, and target_blocks.
+
+        AssertionError if it writes to an input.
+        """
+        params = attention_params(arrays | {"out": np.full_like(arrays["q"], np.nan)}, **settings)
+        status = self.attention_status(params)
         assert status == 0, self.status_text(status)
-        return arrays["out"], arrays["key_cache"], arrays["value_cache"]
+        outputs = ("out", "key_cache", "value_cache")
+        for name in arrays.keys() - set(outputs):
+            assert params.held[name].array.tobytes() == arrays[name].tobytes(), f"{name} was written to"
+        return tuple(params.held[name].array for name in outputs)
 
 
 def attention_params(arrays: dict[str, np.ndarray], **settings) -> Attention:
-    """The struct for one call. It points into the arrays: keep them."""
+    """The struct for one call. It points to copies of the arrays, which it holds."""
     total, heads, head_size = arrays["q"].shape
     cache_pages, kv_heads, page_rows, _ = arrays["key_cache"].shape
     params = Attention(
@@ -113,7 +121,7 @@ def attention_params(arrays: dict[str, np.ndarray], **settings) -> Attention:
         kv_heads=kv_heads, cache_pages=cache_pages, page_rows=page_rows, requests=arrays["pages"].shape[0],
         request_pages=arrays["pages"].shape[1], context_rows=len(arrays.get("context_k", ())), **settings,
     )  # fmt: skip
-    for name, array in arrays.items():
-        assert array.flags.c_contiguous
-        setattr(params, name, array.ctypes.data)
+    params.held = {name: Guarded.of(array) for name, array in arrays.items()}
+    for name, one in params.held.items():
+        setattr(params, name, one.address)
     return params

@@ -26,13 +26,15 @@ class AttentionCase:
     depth: int = 8
     page: int | None = None  # rows of a page; None: one page per request, just large enough
     padding: int = 0  # rows behind the last marker
+    sinks: bool = False
+    ring: int | None = None  # rows beyond the window that a request's one page has; all its columns name that page
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def single(self) -> bool:
-        """One request on a linear cache, without padding: what the ONNX Runtime CPU form takes."""
+        """One request on a linear cache or a ring, without padding: what the ONNX Runtime CPU form takes."""
         return len(self.blocks) == 1 and self.page is None and not self.padding
 
     @property
@@ -49,16 +51,19 @@ class AttentionCase:
         rng = np.random.default_rng(seed)
         requests, contexts = len(self.blocks), self.contexts or (0,) * len(self.blocks)
         rows = [sum(r) for r in zip(self.blocks, self.lengths, contexts, strict=True)]
-        page = self.page or max(rows) + 2
+        page = self.page or (max(rows) + 2 if self.ring is None else self.window + self.ring)
         each = max(1, ceil(max(rows) / page))
 
         def draw(*shape: int) -> np.ndarray:
             return rng.normal(size=shape).astype(np.float32)
 
-        pages = rng.permutation(requests * each).astype(np.int32).reshape(requests, each)
-        caches = np.full((2, requests * each, self.kv_heads, page, self.depth), np.nan, np.float32)
+        own = each if self.ring is None else 1
+        pages = rng.permutation(requests * own).astype(np.int32).reshape(requests, own).repeat(each // own, axis=1)
+        caches = np.full((2, requests * own, self.kv_heads, page, self.depth), np.nan, np.float32)
         for request, length in enumerate(self.lengths):
-            for row in range(length):
+            # In a ring, what no window reaches any more may have been overwritten: NaN.
+            seen = max(0, length - self.window + self.causal)
+            for row in range(0 if self.ring is None else seen, length):
                 caches[:, pages[request, row // page], :, row % page] = draw(2, self.kv_heads, self.depth)
         total = sum(self.blocks) + self.padding
         made = {
@@ -75,17 +80,16 @@ class AttentionCase:
             made["context_k"] = draw(sum(contexts), self.kv_heads, self.depth)
             made["context_v"] = draw(sum(contexts), self.kv_heads, self.depth)
             made["context_start"] = np.cumsum((0, *contexts)).astype(np.int32)
+        if self.sinks:
+            made["sinks"] = draw(self.heads)
         return made
 
 
 def block_attention(
     q, k, v, key_cache, value_cache, row_start, length, pages,
-    context_k=None, context_v=None, context_start=None, *, causal, window, scale, softcap, sinks=None,
+    context_k=None, context_v=None, context_start=None, sinks=None, *, causal, window, scale, softcap,
 ):  # fmt: skip
-    """(out, key cache, value cache) in float64; plugins/README.md says the same in words.
-
-    sinks [Hq] is no input of the op but of its kernel: one more score of each head, without a value.
-    """
+    """(out, key cache, value cache) in float64; plugins/README.md says the same in words."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     caches = [key_cache.astype(np.float64), value_cache.astype(np.float64)]
     out = np.zeros_like(q)
@@ -142,11 +146,23 @@ ATTENTION_CASES = (
     AttentionCase("window as long as all", (3,), (5,), window=8),
     AttentionCase("softcap", (5,), (17,), softcap=1.5),
     AttentionCase("softcap and window", (5,), (17,), softcap=0.5, window=6),
+    AttentionCase("sinks", (6,), (40,), sinks=True),
+    AttentionCase("sinks, one row, empty cache", (1,), (0,), sinks=True),
+    AttentionCase("sinks, window", (3,), (30,), window=8, heads=9, kv_heads=3, sinks=True),
+    AttentionCase("sinks, softcap", (5,), (17,), softcap=0.5, sinks=True),
+    AttentionCase("sinks, ragged, paged, padding", (2, 0, 6), (7, 12, 3), page=4, padding=2, sinks=True),
     AttentionCase("ragged", (3, 1, 5), (4, 9, 0)),
     AttentionCase("ragged, paged", (2, 1, 6), (7, 12, 3), page=4),
     AttentionCase("a request without rows", (2, 0, 3), (4, 6, 1), page=4),
     AttentionCase("padding", (2, 3), (5, 1), padding=4),
     AttentionCase("padding, paged, window", (4, 1), (9, 6), page=4, padding=1, window=5, softcap=2.0),
+    AttentionCase("ring, not full yet", (3,), (2,), window=8, ring=4),
+    AttentionCase("ring, wraps in the block", (4,), (10,), window=8, ring=4),
+    AttentionCase("ring, as many rows as it takes", (5,), (37,), window=8, ring=4),
+    AttentionCase("ring, one row", (1,), (36,), window=8, ring=0),
+    AttentionCase("ring, prompt longer than the window", (20,), (31,), window=3, ring=19, heads=9, kv_heads=3),
+    AttentionCase("ring, long, softcap, sinks", (6,), (400,), window=70, ring=5, softcap=0.5, sinks=True),
+    AttentionCase("rings, ragged, padding", (4, 0, 2, 1), (50, 21, 3, 19), window=5, ring=3, padding=2),
     # The drafter: not causal, context appended, the block is not.
     AttentionCase("draft, first", (5,), (0,), (3,), causal=False),
     AttentionCase("draft, long first context", (5,), (0,), (200,), causal=False),
@@ -160,6 +176,11 @@ ATTENTION_CASES = (
     AttentionCase("draft, window inside new context", (5,), (20,), (9,), causal=False, window=4),
     AttentionCase("draft, window over all", (4,), (5,), (2,), causal=False, window=50),
     AttentionCase("draft, softcap", (4,), (5,), (2,), causal=False, softcap=1.0, window=3),
+    AttentionCase("draft, ring", (5,), (43,), (3,), causal=False, window=8, ring=8),
+    AttentionCase("draft, rings, more context than window", (5, 2), (43, 9), (7, 6), causal=False, window=4, ring=12),
+    AttentionCase("draft, sinks", (5,), (31,), (2,), causal=False, heads=9, kv_heads=3, sinks=True),
+    AttentionCase("draft, sinks, window", (5,), (20,), (3,), causal=False, window=8, sinks=True),
+    AttentionCase("draft, ragged, sinks", (3, 3), (6, 0), (2, 5), causal=False, page=4, sinks=True),
     AttentionCase("draft, ragged", (3, 3, 3), (6, 0, 11), (2, 5, 1), causal=False, page=4),
     AttentionCase("draft, ragged, window, padding", (3, 2), (6, 9), (2, 1), causal=False, page=5, window=4, padding=2),
 )
@@ -179,6 +200,7 @@ class MarkovCase:
     draft_vocab: int | None = None  # None: the whole vocabulary
     confidence: bool = True
     with_markov: bool = True
+    temperatures: tuple[float, ...] | None = None  # of the requests; None: no noise either
 
     def __str__(self) -> str:
         return self.name
@@ -211,19 +233,19 @@ class MarkovCase:
         if self.draft_vocab:
             chosen = np.sort(rng.choice(self.vocab, drafted, replace=False))
             made["d2t"] = chosen - np.arange(drafted)
+        if self.temperatures is not None:
+            made["noise"] = rng.gumbel(size=(self.requests, self.gamma, drafted)).astype(np.float32)
+            made["temperature"] = np.array(self.temperatures, np.float32)
+            made["noise"][made["temperature"] == 0] = np.nan  # nobody reads it
         return made
 
 
 def markov_argmax(
     base_logits, anchors, hidden, w1=None, w2=None, head_weight=None, head_bias=None,
-    confidence_weight=None, confidence_bias=None, d2t=None, *, head, confidence_with_markov, noise=None,
-    temperature=None,
+    confidence_weight=None, confidence_bias=None, d2t=None, noise=None, temperature=None, *, head,
+    confidence_with_markov,
 ):  # fmt: skip
-    """(tokens int64, confidence, corrected logits) in float64, one request and one position after another.
-
-    noise [R, G, Vd] and temperature [R], both or none, are no inputs of the op but of its kernel: where a request's
-    temperature is above 0 its tokens are argmaxes of logits / temperature + noise.
-    """
+    """(tokens int64, confidence, corrected logits) in float64, one request and one position after another."""
     requests, gamma, _ = base_logits.shape
     tokens = np.zeros((requests, gamma), np.int64)
     confidence, logits = np.ones((requests, gamma)), base_logits.astype(np.float64).copy()
@@ -271,4 +293,12 @@ MARKOV_CASES = (
     MarkovCase("one request, one position", "rnn", requests=1, gamma=1),
     MarkovCase("one request, seven positions", "gated", requests=1, gamma=7),
     MarkovCase("many requests", "vanilla", requests=9, gamma=2),
+    MarkovCase("drawn", "vanilla", temperatures=(0.7, 1.5)),
+    MarkovCase("drawn, gated", "gated", temperatures=(1.0, 0.4)),
+    MarkovCase("drawn, rnn, reduced vocabulary", "rnn", draft_vocab=17, temperatures=(1.0, 2.0)),
+    MarkovCase("drawn, none", "none", with_markov=False, temperatures=(1.0, 2.0)),
+    MarkovCase("drawn, no confidence", "vanilla", confidence=False, requests=1, temperatures=(0.9,)),
+    MarkovCase("drawn and greedy", "rnn", requests=3, temperatures=(0.0, 1.3, 0.0)),
+    MarkovCase("greedy beside noise", "vanilla", requests=1, gamma=7, temperatures=(0.0,)),
+    MarkovCase("greedy beside noise, many", "none", confidence=False, draft_vocab=23, temperatures=(0.0, 0.0)),
 )

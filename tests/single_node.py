@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from dspark.export.functions import block_attention_function, markov_argmax_function
-from dspark.export.functions.block_attention import CONTEXT, INPUTS
+from dspark.export.functions.block_attention import INPUTS
 from dspark.export.functions.markov_argmax import INPUTS as MARKOV_INPUTS
 from dspark.export.onnx import IR_VERSION, OPSET
 from dspark.export.plugin_nodes import name_inputs
@@ -24,7 +24,7 @@ STATIC |= {"context_k": (1, 2), "context_v": (1, 2)}
 
 def single_node_model(kind: str, arrays: Mapping[str, np.ndarray], attributes: Mapping) -> ir.Model:
     """One node of `kind` whose inputs are the graph's; `arrays` says which there are, and their types."""
-    names = INPUTS + CONTEXT if kind == "BlockAttention" else MARKOV_INPUTS
+    names = INPUTS if kind == "BlockAttention" else MARKOV_INPUTS
     inputs = {name: _value(name, array) for name, array in arrays.items()}
     given = [inputs.get(name) for name in names]
     while given[-1] is None:
@@ -34,13 +34,13 @@ def single_node_model(kind: str, arrays: Mapping[str, np.ndarray], attributes: M
     for output, name in zip(node.outputs, OUTPUTS[kind], strict=True):
         output.name = name
     if kind == "BlockAttention":
-        function = block_attention_function(OPSET, context="context_k" in arrays)
+        function = block_attention_function(OPSET, arrays)
         shaped = dict(zip(node.outputs, ("q", "key_cache", "value_cache"), strict=True))
         for output, name in shaped.items():
             output.type, output.shape = inputs[name].type, inputs[name].shape
     else:
         head, with_markov = attributes["head"], bool(attributes["confidence_with_markov"])
-        function = markov_argmax_function(OPSET, head, frozenset(arrays), with_markov)
+        function = markov_argmax_function(OPSET, head, arrays, with_markov)
         node.outputs[0].type = ir.TensorType(ir.DataType.INT64)
         for output in node.outputs[1:]:
             output.type = ir.TensorType(ir.DataType.FLOAT)

@@ -8,6 +8,8 @@ import numpy as np
 
 from dspark.errors import DSparkError, UsageError
 from dspark.runtime import Decoder, Generation
+from dspark.runtime.random import COUPLED, Streams
+from dspark.runtime.sampling import Sampling, law_of
 from dspark.tools import prompts as disk
 
 PLAIN = "plain"
@@ -23,10 +25,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to generate: a name and `Options` fields."""
+    """One way to generate: a name and `Options` fields. comparable: its text has to be the plain one."""
 
     name: str
     options: dict = field(default_factory=dict)
+    comparable: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,20 +99,57 @@ def measure(
 
 
 def compare(decoder: Decoder, runs: Sequence[Run]) -> list[Difference]:
-    """Every text against the plain one of the same prompt."""
-    plain = {run.prompt.id: run.generation.token_ids for run in runs if run.setting.name == PLAIN}
+    """Every text that has to be the plain one of the same prompt against it."""
+    plain = {run.prompt.id: run for run in runs if run.setting.name == PLAIN}
     differences = []
     for run in runs:
-        ours, reference = run.generation.token_ids, plain[run.prompt.id]
-        if ours == reference:
+        ours, reference = run.generation.token_ids, plain[run.prompt.id].generation.token_ids
+        if ours == reference or not run.setting.comparable:
             continue
         shorter = min(len(ours), len(reference))
         position = next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
-        logits = decoder.session().next_logits([*run.prompt.tokens, *reference[:position]])
-        second, first = np.partition(logits, -2)[-2:]
-        gap = float(first - second)
+        tokens = [*run.prompt.tokens, *reference[:position]]
+        gap = _gap(decoder.session().next_logits(tokens), len(tokens), plain[run.prompt.id].setting.options)
         differences.append(Difference(run.prompt.id, run.setting.name, position, gap, gap < NEAR_TIE))
     return differences
+
+
+def _gap(logits: np.ndarray, position: int, options: dict) -> float:
+    """How far the chosen token is ahead of the second: in logits, or in what they race by at a temperature above 0."""
+    scores = logits
+    if options.get("temperature"):
+        sampling = Sampling(**{f.name: options[f.name] for f in dataclasses.fields(Sampling) if f.name in options})
+        law = law_of(logits, sampling)
+        noise = Streams(options["seed"]).gumbel(COUPLED, position, len(logits))
+        scores = np.log(law.p) + noise[law.tokens]
+    if len(scores) == 1:
+        return float("inf")
+    second, first = np.partition(scores, -2)[-2:]
+    return float(first - second)
+
+
+def comparisons(runs: Sequence[Run], differences: Sequence[Difference]) -> list[dict]:
+    """Every speculative run: how its rounds were committed, what they saved, and where its text first differs."""
+    found = {(d.prompt, d.setting): d for d in differences}
+    rows = []
+    for run in runs:
+        if run.setting.name == PLAIN:
+            continue
+        stats, difference = run.generation.stats, found.get((run.prompt.id, run.setting.name))
+        rows.append(
+            {
+                "prompt": run.prompt.id,
+                "setting": run.setting.name,
+                "direct_full_commits": stats.direct_full_commits,
+                "direct_partial_commits": stats.direct_partial_commits,
+                "replay_fallbacks": stats.replay_fallbacks,
+                "net_saved": stats.net_saved,
+                "output_match": difference is None if run.setting.comparable else None,
+                "first_difference": None if difference is None else difference.position,
+                "gap": None if difference is None else difference.gap,
+            }
+        )
+    return rows
 
 
 def report(decoder: Decoder, runs: Sequence[Run]) -> dict:
@@ -144,6 +184,7 @@ def report(decoder: Decoder, runs: Sequence[Run]) -> dict:
     return {
         "settings": settings,
         "differences": [dataclasses.asdict(d) for d in differences],
+        "comparisons": comparisons(runs, differences),
         "warnings": warnings,
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dspark.errors import DSparkError
 from dspark.export import parity
-from dspark.export.parity_replay import Arrays, drafter_feeds, replay, target_feeds
+from dspark.export.parity_replay import Arrays, committed_alone, drafter_feeds, replay, target_feeds
 from dspark.export.parity_script import Step, Turn, script
 from dspark.runtime.bundle import Bundle
 from dspark.runtime.engines.base import Engine
@@ -48,7 +48,8 @@ def verify(
 
     required: a backend that cannot run here is an error (DSparkError) and not skipped.
     """
-    steps = script(bundle.manifest.target.vocab_size, bundle.manifest.drafter.block_size)
+    spec = bundle.manifest.drafter
+    steps = script(bundle.manifest.target.vocab_size, spec.block_size, spec.draft_vocab_size)
     progress("running the portable graphs")
     drafts = _record(bundle, steps, threads)
     turns = sorted((turn for step in steps for turn in step), key=lambda turn: turn.request)
@@ -64,7 +65,7 @@ def verify(
                 raise
             skipped[backend] = str(error)
             continue
-        graphs.append(_check_target(target, backend, turns, bundle.manifest.drafter.block_size + 1))
+        graphs.append(_check_target(target, backend, turns, spec.block_size + 1))
         graphs.append(_check_drafter(drafter, backend, turns, drafts))
     return {
         "passed": all(graph["passed"] for graph in graphs),
@@ -92,6 +93,11 @@ def _run(engine: Engine, feeds: Callable, turns: Sequence[Turn], fetch: Sequence
     for turn in turns:
         outputs = engine.run(feeds([turn], PAGES), fetch)
         yield turn, {name: np.array(value) for name, value in outputs.items()}
+        if engine.slots:
+            kept = committed_alone(turn)
+            if len(turn.tokens) - turn.commit >= engine.slots:
+                engine.run(feeds([kept], PAGES), ())
+            engine.keep(turn.commit)
 
 
 def _settings(engine: Engine) -> tuple[str, parity.Tolerance, float]:
@@ -126,8 +132,9 @@ def _check_drafter(engine: Engine, backend: str, turns: Sequence[Turn], drafts: 
         differ = np.flatnonzero(found["draft_tokens"] != expected["draft_tokens"])
         end = len(turn.block) if not len(differ) else int(differ[0]) + 1
         ours, theirs = found["draft_tokens"][:end], expected["draft_tokens"][:end]
-        right = ranking.count(expected["draft_logits"][:end], found["draft_logits"][:end])
-        same = found["draft_logits"][:end].argmax(-1) == expected["draft_logits"][:end].argmax(-1)
+        wanted, scores = (turn.scores(side["draft_logits"][:end]) for side in (expected, found))
+        right = ranking.count(wanted, scores)
+        same = scores.argmax(-1) == wanted.argmax(-1)
         # At a near-tie the engine's own best token is as right as the reference's.
         rows.add("draft_tokens", np.where(right & ~same, ours, theirs).astype(float), ours.astype(float))
         for name in fetch[1:]:

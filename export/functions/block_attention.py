@@ -5,6 +5,7 @@ rows of one of them and attends. Only rows that hold something are ever gathered
 (NaN included) cannot reach a result, and nothing of the size of T x capacity exists.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -14,18 +15,18 @@ from dspark.export.modules.ops import NAMESPACE
 
 from .loops import loop_body
 
-INPUTS = ("q", "k", "v", "key_cache", "value_cache", "row_start", "length", "pages")
-CONTEXT = ("context_k", "context_v", "context_start")
+REQUIRED = ("q", "k", "v", "key_cache", "value_cache", "row_start", "length", "pages")
+INPUTS = (*REQUIRED, "context_k", "context_v", "context_start", "sinks")
 
 
-def block_attention_function(opset: int, context: bool) -> ir.Function:
-    """The body for nodes with (drafter) or without (target) context rows; every other freedom of the op is kept."""
-    names = INPUTS + CONTEXT if context else INPUTS
+def block_attention_function(opset: int, present: Collection[str]) -> ir.Function:
+    """The body for nodes with these inputs (names of INPUTS): with or without context rows, with or without sinks."""
+    names = [name for name in INPUTS if name in present]
     kinds = {"causal": "INT", "window": "INT", "scale": "FLOAT", "softcap": "FLOAT", "inputs": "STRING"}
     kinds |= {"plugin_namespace": "STRING", "plugin_version": "STRING"}
     attributes = {n: ir.Attr(n, ir.AttributeType[kind], None) for n, kind in kinds.items()}
     return build_function(
-        lambda op, *values: _body(op, *values),
+        lambda op, *values: _body(op, **dict(zip(names, values, strict=True))),
         [ir.Value(name=name) for name in names],
         domain=NAMESPACE,
         name="BlockAttention",
@@ -110,8 +111,9 @@ def _append_rows(op, caches, rows, starts: ir.Value, at: ir.Value, pages: ir.Val
 
 
 def _body(
-    op, q, k, v, key_cache, value_cache, row_start, length, pages, context_k=None, context_v=None, context_start=None
-):
+    op, q, k, v, key_cache, value_cache, row_start, length, pages,
+    context_k=None, context_v=None, context_start=None, sinks=None,
+):  # fmt: skip
     attributes = Attributes.of_function(op)
     starts, committed, pages = _int64(op, row_start), _int64(op, length), _int64(op, pages)
     caches = [key_cache, value_cache]
@@ -129,7 +131,7 @@ def _body(
         first, end = (op.Gather(starts, op.Add(request, n)) for n in (0, 1))
         block = [op.Slice(x, *(op.Unsqueeze(n, [0]) for n in (first, end)), [0]) for x in (q, k, v)]
         past = op.Gather(committed, request)
-        out = _attend(op, attributes, *block, *caches, past, op.Gather(pages, request))
+        out = _attend(op, attributes, *block, *caches, past, op.Gather(pages, request), sinks)
         return op.Identity(condition), op.Concat(done, out, axis=0)
 
     none = op.Slice(q, [0], [0], [0])
@@ -145,9 +147,12 @@ def _rows_like(op, rows: ir.Value, x: ir.Value) -> ir.Value:
     return op.Concat(op.Unsqueeze(rows, [0]), op.Shape(x, start=1), axis=0)
 
 
-def _attend(op, attributes: Attributes, q, k, v, key_cache, value_cache, past, pages):
+def _attend(op, attributes: Attributes, q, k, v, key_cache, value_cache, past, pages, sinks):
     """One request: q [B, Hq, D] and k, v [B, Hkv, D] over `past` cached rows and the block -> [B, Hq, D]."""
-    rows = _range(op, past)
+    # Rows in front of every window are not gathered: in a ring newer ones lie in their places.
+    reach = op.Sub(attributes.window, op.Where(attributes.causal, 1, 0))
+    first = op.Where(attributes.unlimited, 0, op.Max(op.Sub(past, reach), 0))
+    rows = op.Range(first, past, 1)
     capacity, kv_heads = _size(op, key_cache, 2), _size(op, key_cache, 1)
     page = op.Gather(pages, op.Div(rows, capacity))
     cells = _cell_indices(op, page, op.Mod(rows, capacity), kv_heads)
@@ -169,19 +174,26 @@ def _attend(op, attributes: Attributes, q, k, v, key_cache, value_cache, past, p
     total = op.Shape(keys, start=1, end=2)
     by_head = op.Concat(op.Shape(q, start=1, end=2), block, total, axis=0)
     hidden = op.Constant(value_float=float("-inf"))
-    scores = op.Where(_seen(op, attributes, past, block, total), op.Reshape(scores, by_head, allowzero=1), hidden)
+    scores = op.Where(
+        _seen(op, attributes, first, past, block, total), op.Reshape(scores, by_head, allowzero=1), hidden
+    )
+    if sinks is not None:  # one more key, whose value is nothing
+        column = op.Expand(op.Unsqueeze(sinks, [1, 2]), op.Concat(op.Shape(q, start=1, end=2), block, [1], axis=0))
+        scores = op.Concat(scores, column, axis=-1)
     probabilities = op.Softmax(scores, axis=-1)
+    if sinks is not None:
+        probabilities = op.Slice(probabilities, [0], [-1], [2])
     probabilities = op.Reshape(probabilities, op.Concat(heads, grouped, total, axis=0), allowzero=1)
     out = op.Reshape(op.MatMul(probabilities, values), op.Shape(op.Transpose(q, perm=[1, 0, 2])), allowzero=1)
     return op.CastLike(op.Transpose(out, perm=[1, 0, 2]), q)
 
 
-def _seen(op, attributes, past, block, total):
-    """Which keys [n] each block row [B] sees: bool [B, n]."""
-    key_at = op.Unsqueeze(_range(op, op.Squeeze(total)), [0])
+def _seen(op, attributes, first, past, block, total):
+    """Which keys [n] each block row [B] sees: bool [B, n]. first: the first key's position."""
+    key_at = op.Unsqueeze(op.Add(_range(op, op.Squeeze(total)), first), [0])
     query_at = op.Unsqueeze(op.Add(past, _range(op, op.Squeeze(block))), [1])
     window, causal = attributes.window, attributes.causal
     # The first key inside the window: own position - w + 1 in a causal block, Cr - w for the whole block otherwise.
-    first = op.Where(causal, op.Add(op.Sub(query_at, window), 1), op.Sub(past, window))
-    inside = op.Or(op.GreaterOrEqual(key_at, first), attributes.unlimited)
+    least = op.Where(causal, op.Add(op.Sub(query_at, window), 1), op.Sub(past, window))
+    inside = op.Or(op.GreaterOrEqual(key_at, least), attributes.unlimited)
     return op.And(inside, op.Or(op.LessOrEqual(key_at, query_at), op.Not(causal)))

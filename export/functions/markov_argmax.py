@@ -1,20 +1,26 @@
-"""MarkovArgmax in plain ONNX ops: a Loop over the block's positions, so that gamma stays a dimension."""
+"""MarkovArgmax in plain ONNX ops: a Loop over the block's positions, so that gamma stays a dimension.
+
+Noise is read behind an If: while every temperature is 0 a step costs what it costs without the input, and the noise may
+be memory that nobody wrote.
+"""
+
+from collections.abc import Collection
 
 import onnx_ir as ir
 from onnxscript import build_function
 
 from dspark.export.modules.ops import NAMESPACE
 
-from .loops import loop_body
+from .loops import branch, loop_body
 
 INPUTS = (
     "base_logits", "anchors", "hidden", "w1", "w2", "head_weight", "head_bias", "confidence_weight", "confidence_bias",
-    "d2t",
+    "d2t", "noise", "temperature",
 )  # fmt: skip
 OUTPUTS = ("tokens", "confidence", "logits")
 
 
-def markov_argmax_function(opset: int, head: str, present: frozenset[str], with_markov: bool) -> ir.Function:
+def markov_argmax_function(opset: int, head: str, present: Collection[str], with_markov: bool) -> ir.Function:
     """The body for one head type and the inputs that the model's node really has (`present`, names of INPUTS)."""
     names = [name for name in INPUTS if name in present]
     kinds = {
@@ -41,6 +47,23 @@ def _body(op, head: str, with_markov: bool, given: dict[str, ir.Value | None]):
     w1 = given["w1"]
     # Transposed once, outside of the loop, where a backend folds it into the weight.
     w2, head_weight = (None if given[n] is None else op.Transpose(given[n], perm=[1, 0]) for n in ("w2", "head_weight"))
+    noise, temperature = given["noise"], given["temperature"]
+    drawn = None if noise is None else op.Greater(op.ReduceMax(temperature, keepdims=0), 0.0)
+
+    def best(op, corrected, k):
+        """The index [R] of each request's best score."""
+        if noise is None:
+            return op.ArgMax(corrected, axis=-1, keepdims=0)
+
+        def draw(op):
+            heat = op.Unsqueeze(temperature, [1])
+            hot = op.Greater(heat, 0.0)
+            score = op.Add(op.Div(corrected, heat), op.Gather(noise, k, axis=1))
+            return op.ArgMax(op.Where(hot, score, corrected), axis=-1, keepdims=0)
+
+        drawing = branch(op, "draw", draw, ["drawn"])
+        greedy = branch(op, "greedy", lambda op: op.ArgMax(corrected, axis=-1, keepdims=0), ["best"])
+        return op.If(drawn, then_branch=drawing, else_branch=greedy)
 
     def step(op, k, go_on, previous, state):
         corrected = op.Gather(base, k, axis=1)
@@ -48,7 +71,7 @@ def _body(op, head: str, with_markov: bool, given: dict[str, ir.Value | None]):
             at, embedding = op.Gather(hidden, k, axis=1), op.Gather(w1, previous, axis=0)
             state, e = _head_step(op, head, state, embedding, at, head_weight, given["head_bias"])
             corrected = op.Add(corrected, op.Cast(op.MatMul(e, w2), to=as_float))
-        drafted = op.ArgMax(corrected, axis=-1, keepdims=0)
+        drafted = best(op, corrected, k)
         if given["d2t"] is not None:
             drafted = op.Add(drafted, op.Gather(given["d2t"], drafted))
         return op.Identity(go_on), drafted, op.Identity(state), op.Identity(drafted), op.Identity(corrected)

@@ -3,6 +3,12 @@
 TensorScatter appends the new rows to the caches; GroupQueryAttention then attends over the caches alone (it is given no
 new keys). What a row may not see is hidden by a bias that all layers share: the kernel's own causal mask costs more
 than adding it (610 against 540 us for 6 rows over 3,500 on two cores), and its window is for causal attention only.
+
+A cache with a window may be a ring. TensorScatter goes around it, and the rows that the block's windows reach are
+gathered before the attention: in their order, and without those that nobody may see, whatever is in them (a hidden NaN
+would still spoil the products). Measured on two cores against attending over a ring of 512 more rows where it lies:
+with a window of 128 it takes 0.3 of the time, with 512 0.4 to 0.65 (6 rows) or 0.6 to 0.8 (one row), with 4096 1.1 or
+1.5.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dspark.errors import UsageError
-from dspark.export.rewriting import Nodes, constant_ints
+from dspark.export.rewriting import Nodes, constant_ints, input_names
 
 MICROSOFT = "com.microsoft"
 
@@ -23,7 +29,8 @@ def check_head_dim(where: str, head_dim: int) -> None:
 
 
 def lower_attention(model: ir.Model) -> None:
-    """Requires: one request, linear caches. Ensures: no BlockAttention is left, neither nodes nor function."""
+    """Requires: one request; caches are linear, or those with a window rings of as many rows as the window and the
+    step's new ones. Ensures: no BlockAttention is left, neither nodes nor function."""
     graph = model.graph
     step: Step | None = None
     for node in [node for node in graph if node.op_type == "BlockAttention"]:
@@ -32,11 +39,23 @@ def lower_attention(model: ir.Model) -> None:
         _lower(at, node, step)
         graph.remove(node, safe=True)
     model.opset_imports[MICROSOFT] = 1
-    model.functions.pop(("dspark", "BlockAttention", ""))
+    model.functions.pop(("dspark", "BlockAttention", ""), None)  # a target may have no layer that attends
 
 
-def _context(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
-    return (node.inputs[8], node.inputs[9]) if len(node.inputs) > 8 else (None, None)
+def _optional(node: ir.Node, *names: str) -> tuple[ir.Value | None, ...]:
+    """Those of a node's inputs that it need not have."""
+    given = dict(zip(input_names(node), node.inputs, strict=True))
+    return tuple(given.get(name) for name in names)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that layers of one kind attend over."""
+
+    slots: ir.Value | None  # int64 [n]: the cache rows that hold them; None: all up to the last written one
+    count: ir.Value  # int32 [1]: n
+    last: ir.Value  # int32 [1]: n - 1
+    bias: ir.Value | None  # [1, 1, rows, n]: -inf where a row may not see a key, else 0; None: every row sees every key
 
 
 @dataclass
@@ -47,60 +66,69 @@ class Step:
     committed: ir.Value  # rows before the block, the new context's included
     rows: ir.Value  # of the block
     total: ir.Value  # rows in the cache after the step
-    total32: ir.Value  # int32
-    last: ir.Value  # int32: the last row's index
-    biases: dict[tuple[bool, int], ir.Value | None] = field(default_factory=dict)
+    keys: dict[tuple[bool, int], Keys] = field(default_factory=dict)
 
     @classmethod
     def of(cls, at: Nodes, node: ir.Node) -> "Step":
-        q, length, (context, _) = node.inputs[0], node.inputs[6], _context(node)
+        q, length, (context,) = node.inputs[0], node.inputs[6], _optional(node, "context_k")
         rows = at.add("Shape", q, start=0, end=1)
         write_at = committed = at.add("Cast", length, to=ir.DataType.INT64)
         if context is not None:
             committed = at.add("Add", committed, at.add("Shape", context, start=0, end=1))
-        total = at.add("Add", committed, rows)
-        total32 = at.add("Cast", total, to=ir.DataType.INT32)
-        last = at.add("Sub", total32, at.constant([1], ir.DataType.INT32))
-        return cls(write_at, committed, rows, total, total32, last)
+        return cls(write_at, committed, rows, at.add("Add", committed, rows))
 
-    def bias(self, at: Nodes, dtype: ir.DataType, causal: bool, window: int) -> ir.Value | None:
-        """-inf where a row may not see a key, else 0: [1, 1, rows, total]. None where every row sees every key."""
-        if (causal, window) not in self.biases:
-            self.biases[causal, window] = self._bias(at, dtype, causal, window) if causal or window else None
-        return self.biases[causal, window]
+    def keys_of(self, at: Nodes, cache: ir.Value, causal: bool, window: int) -> Keys:
+        """The keys of the layers with this window; all their caches have as many rows as this one."""
+        if (causal, window) not in self.keys:
+            self.keys[causal, window] = self._keys(at, cache, causal, window)
+        return self.keys[causal, window]
 
-    def _bias(self, at: Nodes, dtype: ir.DataType, causal: bool, window: int) -> ir.Value:
+    def _keys(self, at: Nodes, cache: ir.Value, causal: bool, window: int) -> Keys:
         zero, one = at.constant(0), at.constant(1)
-        key_at = at.add("Range", zero, at.add("Squeeze", self.total), one)
-        block_row = at.add("Range", zero, at.add("Squeeze", self.rows), one)
-        own = at.add("Unsqueeze", at.add("Add", self.committed, block_row), at.constant([1]))
-        hidden = [at.add("Greater", key_at, own)] if causal else []
+        first, count = zero, self.total
         if window:
             # A causal row's window ends with the row itself; a draft's is the same for the whole block, and before it.
-            first = at.add(
-                "Sub", *((own, at.constant(window - 1)) if causal else (self.committed, at.constant(window)))
-            )
-            hidden.append(at.add("Less", key_at, first))
-        mask = at.add("Or", *hidden) if len(hidden) == 2 else hidden[0]
-        bias = at.add("Where", mask, at.constant(float("-inf"), dtype), at.constant(0.0, dtype))
-        return at.add("Expand", bias, at.add("Concat", at.constant([1, 1]), self.rows, self.total, axis=0))
+            reach = at.constant([window - 1 if causal else window])
+            first = at.add("Squeeze", at.add("Max", at.add("Sub", self.committed, reach), at.constant([0])))
+            count = at.add("Sub", self.total, first)
+        key_at = at.add("Range", first, at.add("Squeeze", self.total), one) if causal or window else None
+        bias = slots = None
+        if causal:
+            assert key_at is not None
+            block_row = at.add("Range", zero, at.add("Squeeze", self.rows), one)
+            own = at.add("Unsqueeze", at.add("Add", self.committed, block_row), at.constant([1]))
+            hidden = at.add("Greater", key_at, own)
+            if window:
+                hidden = at.add("Or", hidden, at.add("Less", key_at, at.add("Sub", own, at.constant(window - 1))))
+            dtype = cache.dtype
+            assert dtype is not None
+            bias = at.add("Where", hidden, at.constant(float("-inf"), dtype), at.constant(0.0, dtype))
+            bias = at.add("Expand", bias, at.add("Concat", at.constant([1, 1]), self.rows, count, axis=0))
+        if window:
+            slots = at.add("Mod", key_at, at.add("Shape", cache, start=2, end=3))
+        count = at.add("Cast", count, to=ir.DataType.INT32)
+        return Keys(slots, count, at.add("Sub", count, at.constant([1], ir.DataType.INT32)), bias)
 
 
 def _lower(at: Nodes, node: ir.Node, step: Step) -> None:
     q, k, v, key_cache, value_cache = node.inputs[:5]
     assert q is not None and q.shape is not None and key_cache is not None and key_cache.shape is not None
     heads, kv_heads, depth = int(q.shape[1]), int(key_cache.shape[1]), int(q.shape[2])
-    caches = []
-    for cache, new, context in zip((key_cache, value_cache), (k, v), _context(node), strict=True):
-        rows = new if context is None else at.add("Concat", context, new, axis=0)
-        caches.append(at.add("TensorScatter", cache, _by_head(at, rows), step.write_at, axis=2))
+    *contexts, sinks = _optional(node, "context_k", "context_v", "sinks")
     causal, window = bool(node.attributes["causal"].as_int()), node.attributes["window"].as_int()
+    keys, mode = step.keys_of(at, key_cache, causal, window), "circular" if window else "linear"
+    caches = []
+    for cache, new, context in zip((key_cache, value_cache), (k, v), contexts, strict=True):
+        rows = new if context is None else at.add("Concat", context, new, axis=0)
+        caches.append(at.add("TensorScatter", cache, _by_head(at, rows), step.write_at, axis=2, mode=mode))
+    seen = caches if keys.slots is None else [at.add("Gather", cache, keys.slots, axis=2) for cache in caches]
     queries = at.reshape(at.add("Transpose", _by_head(at, q), perm=[0, 2, 1, 3]), [1, -1, heads * depth])
     nothing = at.constant(np.zeros((1, 0, kv_heads * depth), np.float32), q.dtype)
     out = at.add(
         "GroupQueryAttention",
-        *(queries, nothing, nothing, *caches, step.last, step.total32),
-        *(None, None, None, step.bias(at, q.dtype, causal, window)),
+        *(queries, nothing, nothing, *seen, keys.last, keys.count),
+        *(None, None, None, keys.bias),
+        *(() if sinks is None else (sinks,)),
         domain=MICROSOFT,
         num_heads=heads,
         kv_num_heads=kv_heads,

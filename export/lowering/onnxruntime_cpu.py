@@ -13,6 +13,7 @@ from onnx_ir.passes import common as passes
 
 from dspark.export.lowering.attention import lower_attention
 from dspark.export.lowering.projections import collapse_reshapes, merge_projections
+from dspark.export.lowering.recurrent import lower_recurrent
 from dspark.export.rewriting import remove_unused
 from dspark.manifest import Graph
 
@@ -41,6 +42,7 @@ def lower_model(model: ir.Model) -> None:
     """The passes of `lower`, in place."""
     one_request(model.graph)
     lower_attention(model)
+    lower_recurrent(model)
     collapse_reshapes(model)
     remove_unused(model)
     merge_projections(model)

@@ -26,7 +26,8 @@ CACHE = "_cache"  # in the names of caches, and of no other input or output
 # Where a short format costs more than it saves: what squares, sums many terms, or turns a position into an angle.
 EXACT = {"RMSNormalization", "LayerNormalization", "Softmax", "LogSoftmax", "Cos", "Sin", "Exp", "Log", "Pow", "Sqrt"}
 EXACT |= {"Reciprocal", "ReduceMean", "ReduceSum", "ReduceSumSquare", "CumSum"}
-CONFIDENCE = ("confidence_weight", "confidence_bias")  # inputs of MarkovArgmax that its plugin wants in fp32
+# Inputs that the plugins want in fp32.
+FULL = ("sinks", "confidence_weight", "confidence_bias", "noise", "temperature")
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Typing:
     def _convert_plugin(self, node: ir.Node) -> None:
         for i, (name, x) in enumerate(zip(input_names(node), node.inputs, strict=True)):
             if self._is_float(x):
-                node.replace_input_with(i, self._as(node, x, FLOAT if name in CONFIDENCE else self.short))
+                node.replace_input_with(i, self._as(node, x, FLOAT if name in FULL else self.short))
         for output in node.outputs:
             if self._is_float(output):
                 output.type = ir.TensorType(FLOAT if node.op_type == "MarkovArgmax" else self.short)
@@ -217,7 +218,7 @@ class MarkovChain:
 
     def unroll(self, block_size: int, with_markov: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
         """tokens int64 [R, G], confidence fp32 [R, G], logits fp32 [R, G, Vd]."""
-        previous, state = self.given["anchors"], None
+        previous, state, drawing = self.given["anchors"], None, self._drawing()
         rows: list[tuple[ir.Value, ...]] = []
         for k in range(block_size):
             hidden, logits = (self.position(self.given[n], k) for n in ("hidden", "base_logits"))
@@ -226,13 +227,27 @@ class MarkovChain:
                 embedding = self.add("Gather", self.given["w1"], previous, axis=0)
                 state, e = self._head(state, embedding, hidden)
                 logits = self.add("Add", logits, self.float(self.linear(e, "w2")))
-            previous = self.add("ArgMax", logits, axis=-1, keepdims=0, dtype=ir.DataType.INT64)
+            score = logits if drawing is None else self._score(logits, k, *drawing)
+            previous = self.add("ArgMax", score, axis=-1, keepdims=0, dtype=ir.DataType.INT64)
             if "d2t" in self.given:
                 previous = self.add("Add", previous, self.add("Gather", self.given["d2t"], previous, axis=0))
             token, logits = (self.add("Unsqueeze", x, self.at.constant([1])) for x in (previous, logits))
             rows.append((token, self._confidence(token, hidden, embedding if with_markov else None), logits))
         tokens, confidences, corrected = (self.add("Concat", *part, axis=1) for part in zip(*rows, strict=True))
         return tokens, confidences, corrected
+
+    def _drawing(self) -> tuple[ir.Value, ir.Value] | None:
+        """Which requests are drawn, bool [R, 1], and at what temperature, 1 for the others; None without noise."""
+        if "noise" not in self.given:
+            return None
+        temperature = self.add("Unsqueeze", self.given["temperature"], self.at.constant([1]))
+        drawn = self.add("Greater", temperature, self.at.constant(0.0, FLOAT), dtype=ir.DataType.BOOL)
+        return drawn, self.add("Where", drawn, temperature, self.at.constant(1.0, FLOAT), dtype=FLOAT)
+
+    def _score(self, logits: ir.Value, k: int, drawn: ir.Value, temperature: ir.Value) -> ir.Value:
+        """What token k is the argmax of, fp32 [R, Vd]. A greedy request's noise is read too, and has no effect."""
+        score = self.add("Add", self.add("Div", logits, temperature), self.position(self.given["noise"], k))
+        return self.add("Where", drawn, score, logits, dtype=FLOAT)
 
     def _head(self, state: ir.Value | None, embedding: ir.Value, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
         if self.head == "vanilla":

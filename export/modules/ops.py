@@ -32,6 +32,7 @@ def block_attention(
     context_k: Tensor | None = None,
     context_v: Tensor | None = None,
     context_start: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     causal: bool,
     window: int = 0,
@@ -41,7 +42,8 @@ def block_attention(
     """Attention of every request's block rows over its cached rows and its own block (plugins/README.md).
 
     q [T, Hq, D], k and v [T, Hkv, D], caches [P, Hkv, C, D], row_start int32 [R+1], length int32 [R], pages int32
-    [R, N], context_k and context_v [Tc, Hkv, D], context_start int32 [R+1] -> rows like q and the two updated caches.
+    [R, N], context_k and context_v [Tc, Hkv, D], context_start int32 [R+1], sinks fp32 [Hq] -> rows like q and the two
+    updated caches.
     """
     out, key_cache, value_cache = torch.zeros_like(q), key_cache.clone(), value_cache.clone()
     starts = row_start.tolist()
@@ -59,11 +61,13 @@ def block_attention(
         committed += context.stop - context.start
         if causal:
             append(request, committed, k[block], v[block])
-        page, row = _cache_rows(key_cache, pages[request], 0, committed)
+        # Rows in front of every window are not gathered: in a ring newer ones lie in their places.
+        first = max(0, committed - window + (1 if causal else 0)) if window else 0
+        page, row = _cache_rows(key_cache, pages[request], first, committed)
         keys = torch.cat((key_cache[page, :, row], k[block])).float()
         values = torch.cat((value_cache[page, :, row], v[block])).float()
 
-        key_at = torch.arange(len(keys), device=q.device)
+        key_at = first + torch.arange(len(keys), device=q.device)
         query_at = committed + torch.arange(block.stop - block.start, device=q.device)[:, None]
         if causal:
             seen = (key_at <= query_at) & ((key_at > query_at - window) if window else True)
@@ -74,7 +78,12 @@ def block_attention(
         scores = torch.einsum("thgd,shd->hgts", queries, keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:  # one more key, whose value is nothing
+            column = sinks.view(k.shape[1], group, 1, 1).expand(-1, -1, len(query_at), -1)
+            probabilities = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        else:
+            probabilities = scores.softmax(-1)
         out[block] = torch.einsum("hgts,shd->thgd", probabilities, values).flatten(1, 2).to(q.dtype)
     return out, key_cache, value_cache
 
@@ -96,15 +105,19 @@ def markov_argmax(
     confidence_weight: Tensor | None = None,
     confidence_bias: Tensor | None = None,
     d2t: Tensor | None = None,
+    noise: Tensor | None = None,
+    temperature: Tensor | None = None,
     *,
     head: str,
     confidence_with_markov: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The Markov chain of argmaxes from each anchor on (plugins/README.md).
 
-    base_logits [R, G, Vd], anchors int64 [R], hidden [R, G, H] -> tokens int64 [R, G], confidence fp32 [R, G] (ones
-    without a confidence head) and corrected logits fp32 [R, G, Vd].
+    base_logits [R, G, Vd], anchors int64 [R], hidden [R, G, H], noise fp32 [R, G, Vd], temperature fp32 [R] -> tokens
+    int64 [R, G], confidence fp32 [R, G] (ones without a confidence head) and corrected logits fp32 [R, G, Vd].
     """
+    if (noise is None) != (temperature is None):
+        raise ValueError("noise and temperature: give both, or neither")
     requests, gamma, _ = base_logits.shape
     previous, state = anchors, None if w1 is None else hidden.new_zeros(requests, w1.shape[1])
     tokens, confidences, logits = [], [], []
@@ -121,12 +134,20 @@ def markov_argmax(
             x = torch.cat((at, embedding), -1) if confidence_with_markov and embedding is not None else at
             logit = x.float() @ confidence_weight.float()
             confidences.append(torch.sigmoid(logit if confidence_bias is None else logit + confidence_bias.float()))
-        previous = corrected.argmax(-1)
+        previous = _score(corrected, None if noise is None else noise[:, k], temperature).argmax(-1)
         if d2t is not None:
             previous = previous + d2t[previous]
         tokens.append(previous)
         logits.append(corrected)
     return torch.stack(tokens, 1), torch.stack(confidences, 1), torch.stack(logits, 1)
+
+
+def _score(logits: Tensor, noise: Tensor | None, temperature: Tensor | None) -> Tensor:
+    """What each token is the argmax of, from corrected logits and noise [R, Vd] and temperature [R]."""
+    if noise is None or temperature is None:
+        return logits
+    drawn = temperature[:, None] > 0
+    return torch.where(drawn, logits / torch.where(drawn, temperature[:, None], 1.0) + noise, logits)
 
 
 def _head_step(

@@ -1,9 +1,16 @@
 """What the stages ask of an engine. A backend is one class with these members; the stages know nothing else of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
+
+from dspark.manifest import CachePair, Graph, ring_rows
+
+# The one input that may be left out of a run: where no temperature is above 0 no engine reads it. It is as large as the
+# draft logits, so a greedy draft makes none, copies none and uploads none: the engine binds memory that nobody wrote.
+NOISE = "noise"
 
 
 class Rows(Protocol):
@@ -32,22 +39,63 @@ def join_rows(parts: Sequence[Any]) -> Any:
     return parts[0].join(parts)
 
 
+@dataclass(frozen=True)
+class CacheRows:
+    """Rows of an engine's caches. Those of layers with a window are rings where that makes them smaller."""
+
+    capacity: int  # of the others
+    ring: int
+    most: int | None  # Engine.most_rows
+
+    @classmethod
+    def of(cls, graph: Graph, capacity: int, slack: int) -> Self:
+        """Rings of the window and `slack` rows more."""
+        ring = ring_rows(graph, capacity, slack)
+        return cls(capacity, ring, slack if graph.window and ring < capacity else None)
+
+    def __getitem__(self, pair: CachePair) -> int:
+        return self.ring if pair.window else self.capacity
+
+    @property
+    def pages(self) -> int:
+        """How often a request's page is named in its row of `pages`: row i of a ring is found at i // ring."""
+        return 1 if self.most is None else -(-self.capacity // self.ring)
+
+
 class Engine(Protocol):
     """One graph of a bundle, ready to run, together with the K/V caches that it updates in place.
 
     The stages hand over the inputs of the portable graph form, in numpy; an engine of another form leaves out those
     that its graph does not have (a one-request graph needs no row markers or pages). Which cache rows mean something is
-    the stages' business: they say it with `length` in every run, so that forgetting rows costs nothing.
+    the stages' business: they say it with `length` in every run, so that forgetting rows costs nothing. Where `length`
+    is 0 the states of recurrent layers are taken as 0 too, whatever they are.
     """
 
-    capacity: int  # rows of every K/V cache
+    capacity: int  # rows that a request may have; of every K/V cache, but for rings
+    # How many may be written behind the committed ones, so that no ring loses what it needs; None: any number.
+    most_rows: int | None
+    slots: int  # after how many of a run's last rows `keep` can find the states; 0: there are none, only caches
     owner: object  # whose rows the caches hold; set and compared by those who run the engine
     seconds: float  # wall time spent inside runs so far: what is left of a round is the host's own work
 
+    @property
+    def inputs(self) -> Collection[str]:
+        """Names of what the graph takes, caches left out."""
+        ...
+
     def run(self, inputs: Mapping[str, Any], fetch: Sequence[str]) -> dict[str, Any]:
         """Run once and return the outputs named in `fetch`, and no others. Taps may be any `Rows`, the rest is numpy.
+        NOISE may be left out where every temperature is 0.
 
         The arrays are views of buffers that the next run overwrites: copy what must live longer. The K/V caches are
-        updated in place at the rows that the graph writes.
+        updated in place at the rows that the graph writes; states of recurrent layers change in `keep` alone.
+        """
+        ...
+
+    def keep(self, rows: int) -> None:
+        """The first `rows` rows of the last run are committed; 0: none, as if it had not run. Once after a run at most.
+
+        For caches there is nothing to do. The states become those after the last committed row, which must be one of
+        the run's last `slots` rows.
         """
         ...

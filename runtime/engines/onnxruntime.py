@@ -1,7 +1,8 @@
 """ONNX Runtime on the CPU: the lowered graphs of a bundle, K/V caches updated in place through I/O binding.
 
 A cache is bound once, to one buffer, as input and as output. Small inputs are copied into bound buffers, outputs are
-written by ONNX Runtime into ours: a step with unchanged shapes binds nothing and allocates nothing.
+written by ONNX Runtime into ours: a step with unchanged shapes binds nothing and allocates nothing. States of recurrent
+layers have two buffers: one that a step reads, one for those after its last rows; a commit copies one of these.
 """
 
 import math
@@ -11,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dspark.errors import DSparkError, UsageError
-from dspark.manifest import Graph, Tensor
+from dspark.manifest import CHUNK, Graph, Tensor, sized
 from dspark.runtime.bundle import Bundle
+from dspark.runtime.engines.base import NOISE, CacheRows
 
 FORM = "onnxruntime-cpu"
 _TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "int32": "int32"}  # as ONNX Runtime spells them
@@ -21,8 +23,8 @@ _TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "int32": "
 class OnnxRuntimeEngine:
     """An Engine (see base.py) over one ONNX file of the form `onnxruntime-cpu`."""
 
-    def __init__(self, bundle: Bundle, role: str, capacity: int, threads: int | None = None):
-        """Load the graph of `role` ("target" or "drafter") with caches of `capacity` rows.
+    def __init__(self, bundle: Bundle, role: str, capacity: int, threads: int | None = None, slack: int = CHUNK):
+        """Load the graph of `role` ("target" or "drafter") with caches of `capacity` rows, rings of window + `slack`.
 
         threads: intra-op threads; None lets ONNX Runtime take one per core. DSparkError when the package is missing or
         refuses the file, UsageError when the graph is not what the manifest describes.
@@ -44,23 +46,29 @@ class OnnxRuntimeEngine:
             raise DSparkError(f"{file}: ONNX Runtime cannot load it: {_first_line(error)}; export it again") from error
         _compare(self.graph, self._session, str(file))
         self._ort = ort
-        self._inputs = {tensor.name: tensor for tensor in self.graph.inputs}
+        self.inputs = {tensor.name: tensor for tensor in self.graph.inputs}
         self._outputs = {tensor.name: tensor for tensor in self.graph.outputs}
-        self.capacity = capacity
+        self.capacity, rows = capacity, CacheRows.of(self.graph, capacity, slack)
+        self.most_rows = rows.most
+        self.slots = self.graph.slots
         self.owner: object = None
         self.seconds = 0.0
         try:
             # Zeroed memory of this size comes from the system untouched: rows cost memory when they are first written.
             self.caches = {
-                pair.input: np.zeros((1, pair.kv_heads, capacity, pair.head_dim), pair.dtype)
+                pair.input: np.zeros((1, pair.kv_heads, rows[pair], pair.head_dim), pair.dtype)
                 for pair in self.graph.caches
             }
+            self.states = {state.input: np.zeros((1, *state.shape), state.dtype) for state in self.graph.states}
+            # What a run gives as states: those after its last rows, or after all rows of a shorter one.
+            self._after = {s.output: np.empty((1, s.slots, *s.shape), s.dtype) for s in self.graph.states}
         except MemoryError as error:
             raise DSparkError(
                 f"{file}: no memory for K/V caches of {capacity} rows; load it with a smaller max_context_len, or"
                 " export it with one"
             ) from error
         self._bindings: dict[tuple[str, ...], _Binding] = {}
+        self._rows = 0  # of the last run
 
     def run(self, inputs: Mapping[str, np.ndarray], fetch: Sequence[str]) -> dict[str, np.ndarray]:
         """Engine.run; DSparkError when ONNX Runtime fails."""
@@ -69,13 +77,20 @@ class OnnxRuntimeEngine:
         if binding is None:
             binding = self._bindings[key] = self._bind_caches()
         sizes: dict[str, int] = {}  # of the symbolic dimensions, read off the inputs
-        for name, tensor in self._inputs.items():
+        for name, tensor in self.inputs.items():
+            if name == NOISE and name not in inputs:
+                binding.leave(tensor, sizes)
+                continue
             value = inputs[name]
             binding.feed(tensor, value)
             for symbol, size in zip(tensor.shape, value.shape, strict=True):
                 if isinstance(symbol, str):
                     sizes[symbol] = size
         results = {name: binding.result(self._outputs[name], sizes) for name in key}
+        if self.graph.states:
+            self._rows = sizes["T"]
+            for name, after in self._after.items():
+                binding.fill(name, after[:, : self._rows])
         started = time.perf_counter()
         try:
             self._session.run_with_iobinding(binding.io)
@@ -84,6 +99,12 @@ class OnnxRuntimeEngine:
         self.seconds += time.perf_counter() - started
         return results
 
+    def keep(self, rows: int) -> None:
+        """Engine.keep"""
+        for state in self.graph.states if rows else ():
+            after = self._after[state.output][0, : self._rows]
+            self.states[state.input][0] = after[len(after) - 1 - (self._rows - rows)]
+
     def _bind_caches(self) -> "_Binding":
         """A binding for one set of outputs: bindings cannot drop a single output, so each set has its own."""
         binding = _Binding(self._session.io_binding(), self._ort.OrtValue.ortvalue_from_numpy)
@@ -91,6 +112,8 @@ class OnnxRuntimeEngine:
             value = binding.wrap(self.caches[pair.input])
             binding.io.bind_ortvalue_input(pair.input, value)
             binding.io.bind_ortvalue_output(pair.output, value)
+        for name, state in self.states.items():
+            binding.io.bind_ortvalue_input(name, binding.wrap(state))
         return binding
 
 
@@ -111,14 +134,28 @@ class _Binding:
             self.io.bind_ortvalue_input(tensor.name, self.wrap(bound))
         np.copyto(bound, value)
 
+    def leave(self, tensor: Tensor, sizes: Mapping[str, int]) -> None:
+        """Bind an input that the run will not read: memory with whatever is in it."""
+        shape = sized(tensor.shape, sizes)
+        bound = self._bound.get(tensor.name)
+        if bound is None or bound.shape != shape:
+            self.io.bind_ortvalue_input(tensor.name, self.wrap(self._view(tensor, shape)))
+
     def result(self, tensor: Tensor, sizes: Mapping[str, int]) -> np.ndarray:
         """The array that the next run fills with the output."""
-        shape = tuple(sizes[d] if isinstance(d, str) else d for d in tensor.shape)
+        shape = sized(tensor.shape, sizes)
         bound = self._bound.get(tensor.name)
         if bound is None or bound.shape != shape:
             bound = self._view(tensor, shape)
             self.io.bind_ortvalue_output(tensor.name, self.wrap(bound))
         return bound
+
+    def fill(self, name: str, array: np.ndarray) -> None:
+        """Let the next run write an output into `array`, which is always the same memory."""
+        bound = self._bound.get(name)
+        if bound is None or bound.shape != array.shape:
+            self._bound[name] = array
+            self.io.bind_ortvalue_output(name, self.wrap(array))
 
     def _view(self, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
         size = math.prod(shape)
@@ -164,5 +201,7 @@ def _compare(graph: Graph, session, file: str) -> None:
     pairs = graph.caches
     inputs = [*graph.inputs, *(cache(p.input, p.dtype, p.kv_heads, p.head_dim) for p in pairs)]
     outputs = [*graph.outputs, *(cache(p.output, p.dtype, p.kv_heads, p.head_dim) for p in pairs)]
+    inputs += [Tensor(state.input, state.dtype, (1, *state.shape)) for state in graph.states]
+    outputs += [Tensor(state.output, state.dtype, (1, "S", *state.shape)) for state in graph.states]
     check("input", inputs, {node.name: node for node in session.get_inputs()})
     check("output", outputs, {node.name: node for node in session.get_outputs()})

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dspark.errors import UsageError
+from dspark.manifest import CHUNK
 from dspark.runtime.bundle import Bundle
 from dspark.runtime.engines.base import Engine
 from dspark.runtime.engines.onnxruntime import FORM, OnnxRuntimeEngine
@@ -31,9 +32,10 @@ def open_engines(
         raise UsageError(f"backend {backend!r}: not known; choose one of {', '.join(BACKENDS)}")
     # A step may write rows beyond those that are committed after it; they need room too.
     block_size = bundle.manifest.drafter.block_size
+    ring_slack = max(CHUNK, block_size + 1)
     if backend == ONNXRUNTIME:
         slack = {role: bundle.manifest.graph(role, FORM).cache_slack * block_size for role in roles}
-        return [OnnxRuntimeEngine(bundle, role, limit + slack[role], threads) for role in roles]
+        return [OnnxRuntimeEngine(bundle, role, limit + slack[role], threads, ring_slack) for role in roles]
     from dspark.runtime.engines.tensorrt import TensorRTEngine
 
     engines: list[TensorRTEngine] = []

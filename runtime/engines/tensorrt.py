@@ -17,6 +17,7 @@ from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Engine as Built
 from dspark.manifest import Manifest, sized
 from dspark.runtime.bundle import Bundle
+from dspark.runtime.engines.base import NOISE, CacheRows
 from dspark.runtime.engines.device import Device, DeviceRows, Memory, Pinned
 from dspark.tensorrt import first_line, import_tensorrt, logger, make_runtime, version_numbers
 
@@ -30,7 +31,7 @@ class TensorRTEngine:
     """An Engine (see base.py) over the engine that a bundle has for a role, for one request."""
 
     def __init__(self, bundle: Bundle, role: str, capacity: int, backend: str, device: Device | None = None):
-        """Load the engine of `role` with caches of `capacity` rows.
+        """Load the engine of `role` with caches of `capacity` rows, rings of as many as it was built for.
 
         device: shared by engines that hand rows to each other. DSparkError: the package, a GPU or the plugin library is
         missing, or none of the bundle's engines fits them (the message says how to build one that does).
@@ -39,8 +40,10 @@ class TensorRTEngine:
         gpu = require_gpu(f"backend {backend}")
         self.built = choose(bundle.manifest, role, backend, trt.__version__, gpu)
         self.graph = bundle.manifest.graph(role, "portable")
+        self.inputs = {tensor.name: tensor for tensor in self.graph.inputs}
         self.device = device or Device()
         self.capacity = capacity
+        self.slots = 0  # no plugin, no engine for recurrent layers
         self.owner: object = None
         self.seconds = 0.0
         library = next(p.file for p in bundle.manifest.plugins if p.sha256 == self.built.plugins)
@@ -48,14 +51,19 @@ class TensorRTEngine:
         self._trt = trt
         self._runtime, self._engine = _deserialise(trt, bundle, self.built)
         self._sizes = {name: sizes[-1] for name, sizes in self.built.profile.items()}
-        self._sizes |= {"R": 1, "P": 1, "N": 1, "C": capacity}
-        if not self.built.profile["C"][0] <= capacity <= self.built.profile["C"][-1]:
-            raise UsageError(f"{self.built.file}: takes caches of {self.built.profile['C']} rows, not {capacity}")
+        self._rows = rows = CacheRows.of(self.graph, capacity, self._sizes.get("W", 0) - self.graph.window)
+        self.most_rows = rows.most
+        self._fixed = {"R": 1, "P": 1, "N": rows.pages, "C": capacity, "W": rows.ring}
+        self._sizes |= self._fixed
+        for name in ("C", "W"):
+            least, _, most = self.built.profile.get(name, (0, 0, self._fixed[name]))
+            if not least <= self._fixed[name] <= most:
+                raise UsageError(f"{self.built.file}: takes caches of {least} to {most} rows, not {self._fixed[name]}")
         self._memory = {t.name: self._room(t) for t in (*self.graph.inputs, *self.graph.outputs)}
         self._staging = {t.name: Pinned(self.device, self._memory[t.name].size) for t in self.graph.inputs}
         self._fetched: dict[str, Pinned] = {}
         for pair in self.graph.caches:
-            size = pair.kv_heads * capacity * pair.head_dim * WIDTH[self.built.dtype]
+            size = pair.kv_heads * rows[pair] * pair.head_dim * WIDTH[self.built.dtype]
             self._memory[pair.input] = self._memory[pair.output] = Memory(self.device, size)
         self._scratch = Memory(self.device, self._engine.device_memory_size_v2)
         self._steps: dict[tuple[int, ...], _Step] = {}
@@ -67,12 +75,13 @@ class TensorRTEngine:
     def run(self, inputs: Mapping[str, Any], fetch: Sequence[str]) -> dict[str, Any]:
         """Engine.run. `taps` may be DeviceRows as an input and are as an output. DSparkError when TensorRT fails."""
         started = time.perf_counter()
-        sizes = {"R": 1, "P": 1, "N": 1, "C": self.capacity}
-        for tensor in self.graph.inputs:
+        sizes = dict(self._fixed)
+        given = [tensor for name, tensor in self.inputs.items() if name != NOISE or name in inputs]
+        for tensor in given:
             found = np.shape(inputs[tensor.name])
             sizes |= {d: n for d, n in zip(tensor.shape, found, strict=True) if d in ROWS}
         padded = sizes | {name: self._padded(name, sizes[name]) for name in ROWS if name in sizes}
-        for tensor in self.graph.inputs:
+        for tensor in given:
             self._feed(tensor, inputs[tensor.name], sized(tensor.shape, padded))
         self._step(padded)()
         results = {name: self._result(name, sizes) for name in fetch}
@@ -80,6 +89,9 @@ class TensorRTEngine:
         self.device.wait()
         self.seconds += time.perf_counter() - started
         return results
+
+    def keep(self, rows: int) -> None:
+        """Engine.keep: all that a request has is in the caches."""
 
     def _padded(self, name: str, size: int) -> int:
         smallest, _, largest = self.built.profile[name]
@@ -98,7 +110,7 @@ class TensorRTEngine:
             return
         staged = self._staging[tensor.name].view(tensor.dtype, shape).reshape(-1)
         staged[: value.size] = value.reshape(-1)
-        staged[value.size :] = 0  # a row that exists, for indices
+        staged[value.size :] = 0  # a row, or a page, that exists
         self.device.to_device(memory.address, staged)
 
     def _result(self, name: str, sizes: Mapping[str, int]) -> Any:
@@ -125,7 +137,7 @@ class TensorRTEngine:
                 self._steps[key].context.set_tensor_address(name, memory.address)
         step = self._steps[key]
         shapes = {t.name: sized(t.shape, sizes) for t in self.graph.inputs}
-        shapes |= {p.input: (1, p.kv_heads, self.capacity, p.head_dim) for p in self.graph.caches}
+        shapes |= {p.input: (1, p.kv_heads, self._rows[p], p.head_dim) for p in self.graph.caches}
         step.reshape(shapes)
         return step
 

@@ -213,8 +213,8 @@ class TestExport:
     def test_failed_parity_is_a_failed_export(self, pair, tmp_path, instant_graphs, monkeypatch):
         instant = build.export_target
 
-        def damage(target, taps, folder):
-            graph = instant(target, taps, folder)
+        def damage(target, taps, folder, slots):
+            graph = instant(target, taps, folder, slots)
             file = folder / "onnx" / "drafter.data"
             raw = bytearray(file.read_bytes())
             raw[3::4] = bytes(0x3F for _ in raw[3::4])  # every weight becomes a number near 1

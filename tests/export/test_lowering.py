@@ -50,12 +50,16 @@ def run_in_place(run: onnxruntime.InferenceSession, arrays: dict[str, np.ndarray
 @pytest.mark.parametrize("case", SINGLE + EXTRA, ids=str)
 def test_equals_reference_in_place(case):
     arrays = case.inputs()
-    spare = case.blocks[0]  # a drafter's step writes its block behind the context
+    spare = case.blocks[0] if case.ring is None else 0  # a drafter's step writes its block behind the context
     for name in ("key_cache", "value_cache"):
         arrays[name] = np.pad(arrays[name], ((0, 0), (0, 0), (0, spare), (0, 0)), constant_values=np.nan)
     out, *caches = run_in_place(lowered(case, arrays), arrays)
     expected, *expected_caches = reference.block_attention(**arrays, **case.attributes)
     np.testing.assert_allclose(out, expected, atol=3e-6)
+    if case.ring is not None:
+        _, *written = reference.block_attention(**arrays, **(case.attributes | {"causal": True}))
+        np.testing.assert_array_equal(caches, np.array(written, np.float32))
+        return
     committed = case.lengths[0] + (case.blocks[0] if case.causal else case.contexts[0])
     for ours, theirs in zip(caches, expected_caches, strict=True):
         np.testing.assert_array_equal(ours[:, :, :committed], theirs[:, :, :committed].astype(np.float32))
@@ -64,7 +68,8 @@ def test_equals_reference_in_place(case):
 
 
 def test_one_file_serves_every_shape():
-    cases = [c for c in SINGLE if c.causal and not c.window and not c.softcap and (c.heads, c.depth) == (4, 8)]
+    cases = [c for c in SINGLE if c.causal and not (c.window or c.softcap or c.sinks)]
+    cases = [c for c in cases if (c.heads, c.depth) == (4, 8)]
     assert len(cases) >= 5
     run = lowered(cases[0], cases[0].inputs())
     for case in cases:

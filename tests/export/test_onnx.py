@@ -227,7 +227,16 @@ def block_arrays(rng, exported: Exported, lengths: np.ndarray, counts, gamma: in
         "taps": rng.normal(size=(sum(counts), width)).astype(np.float32),
         "context_positions": positions(lengths, counts),
         "length": lengths,
+        **noise_arrays(rng, requests, gamma, exported.drafter.config.draft_vocab_size),
     }
+
+
+def noise_arrays(rng, requests: int, gamma: int, vocab: int) -> dict[str, np.ndarray]:
+    """Some requests are drawn and some greedy, whose noise is NaN: nothing may read it."""
+    temperature = rng.choice(np.array([0, 0.8, 1.5], np.float32), size=requests)
+    noise = rng.gumbel(size=(requests, gamma, vocab)).astype(np.float32)
+    noise[temperature == 0] = np.nan
+    return {"noise": noise, "temperature": temperature}
 
 
 def test_one_node_per_layer_with_plugin_attributes(exported):
@@ -320,6 +329,11 @@ def test_manifest_entries(llama):
         "taps": ("Tc", len(TAPS) * llama.target.hidden_size),
         "context_positions": ("Tc",),
         "length": (1,),
+        "noise": (1, "G", llama.target.vocab_size),
+        "temperature": (1,),
     }
+    portable = {t.name: (t.dtype, t.shape) for t in llama.graphs["drafter", "portable"].inputs}
+    assert portable["noise"] == ("float32", ("R", "G", llama.target.vocab_size))
+    assert portable["temperature"] == ("float32", ("R",))
     assert [t.name for t in lowered.outputs] == ["draft_tokens", "confidence", "draft_logits"]
     json.dumps([t.shape for t in graph.inputs])  # plain ints and strings

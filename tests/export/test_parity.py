@@ -23,7 +23,7 @@ def recorded(pair):
     """(steps with their reference, heads) of the pair that `finished` is the bundle of."""
     checkpoint, target = load_checkpoint(pair.drafter), load_target(pair.target)
     drafter = assemble(checkpoint, target)
-    steps = script(checkpoint.config.vocab_size, checkpoint.config.block_size)
+    steps = script(checkpoint.config.vocab_size, checkpoint.config.block_size, checkpoint.config.draft_vocab_size)
     record_target(target, checkpoint.config.target_layer_ids, steps)
     record_drafter(drafter, steps)
     return steps, Heads(drafter)
@@ -38,7 +38,7 @@ def bundle(finished, tmp_path):
 class TestScript:
     @pytest.mark.parametrize("block_size", [1, 2, 5, 16])
     def test_lengths_follow_the_commits(self, block_size):
-        steps = script(100, block_size)
+        steps = script(100, block_size, 60)
         lengths = {0: 0, 1: 0}
         for turn in (turn for step in steps for turn in step):
             assert turn.length == lengths[turn.request] and 1 <= turn.commit <= len(turn.tokens)
@@ -46,17 +46,19 @@ class TestScript:
             lengths[turn.request] = turn.committed
 
     def test_it_covers_the_sizes_that_a_graph_may_have_baked_in(self):
-        steps = script(100, 5)
+        steps = script(100, 5, 60)
         turns = [turn for step in steps for turn in step]
         assert {len(step) for step in steps} == {1, 2}
         assert {1, 6} <= {len(turn.tokens) for turn in turns if not turn.prompt}
         assert {1, 4, 5} <= {turn.block_rows for turn in turns}
         assert {1, 6} <= {turn.commit for turn in turns}
         assert any(turn.commit < len(turn.tokens) for turn in turns)
+        assert {turn.temperature > 0 for turn in turns} == {True, False}
+        assert all(np.isnan(turn.noise).all() == (turn.temperature == 0) for turn in turns)
         assert all(sum(len(turn.tokens) for turn in turns if turn.prompt and turn.request == r) > 20 for r in (0, 1))
 
     def test_it_is_the_same_every_time(self):
-        for a, b in zip(script(100, 5), script(100, 5), strict=True):
+        for a, b in zip(script(100, 5, 60), script(100, 5, 60), strict=True):
             assert all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
 
     def test_feeds_are_what_the_contract_says(self, recorded):
@@ -72,6 +74,8 @@ class TestScript:
         assert feeds["positions"].tolist() == [[26], [25]]
         assert {feeds[n].dtype.name for n in ("row_start", "context_start", "length", "pages")} == {"int32"}
         assert {feeds[n].dtype.name for n in ("tokens", "positions", "context_positions")} == {"int64"}
+        assert feeds["noise"].shape[:2] == (2, 1) and feeds["temperature"].tolist() == [0, 1.25]
+        assert {feeds[n].dtype.name for n in ("noise", "temperature", "taps")} == {"float32"}
 
 
 def test_dense_attention_sees_the_window_and_the_whole_block(recorded):

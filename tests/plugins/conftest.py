@@ -15,7 +15,7 @@ def host_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def host(request) -> host_library.HostLibrary:
-    """The kernels on the CPU; DSPARK_HOST_LIBRARY names another library than the one that is built here."""
+    """The kernels on the CPU; DSPARK_HOST_LIBRARY names another library, such as one for a GPU (device_api.cu)."""
     other = os.environ.get("DSPARK_HOST_LIBRARY")
     if other:
         return host_library.HostLibrary(other)

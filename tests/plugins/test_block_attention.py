@@ -11,7 +11,7 @@ ALWAYS_SPLIT = 100  # thread blocks to fill: more than any case has, so the cont
 
 
 def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    return {n: a.astype(DTYPES[dtype]) if a.dtype == np.float32 else a for n, a in arrays.items()}
+    return {n: a.astype(DTYPES[dtype]) if a.dtype == np.float32 and n != "sinks" else a for n, a in arrays.items()}
 
 
 def with_padding(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -25,23 +25,22 @@ def with_padding(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made
 
 
-def expected_outputs(arrays, attributes, sinks=None) -> tuple[np.ndarray, ...]:
+def expected_outputs(arrays, attributes) -> tuple[np.ndarray, ...]:
     """The reference on these very numbers. Not causal, the kernels leave the block's rows behind the committed ones."""
     exact = {n: a.astype(np.float32) if a.dtype in DTYPES.values() else a for n, a in arrays.items()}
-    out, *caches = reference.block_attention(**exact, **attributes, sinks=sinks)
+    out, *caches = reference.block_attention(**exact, **attributes)
     if not attributes["causal"]:
         _, *caches = reference.block_attention(**exact, **(attributes | {"causal": True}))
     return out, *caches
 
 
-def compare(host, case, dtype: str, seed: int = 0, target_blocks: int = 1, with_sinks: bool = False) -> None:
+def compare(host, case, dtype: str, seed: int = 0, target_blocks: int = 1) -> None:
     arrays = rounded(case.inputs(seed), dtype)
-    sinks = np.random.default_rng(seed).normal(size=case.heads).astype(np.float32) if with_sinks else None
-    given = with_padding(arrays) | ({} if sinks is None else {"sinks": sinks})
+    given = with_padding(arrays)
     before = {name: array.copy() for name, array in given.items()}
     host.seed(seed)
     found = host.block_attention(given, target_blocks=target_blocks, **case.attributes)
-    out, *caches = expected_outputs(arrays, case.attributes, sinks)
+    out, *caches = expected_outputs(arrays, case.attributes)
     # Weights and outputs are rounded to the dtype once each, all else is fp32.
     values = [np.nan_to_num(arrays[n].astype(np.float64)) for n in ("v", "value_cache", "context_v") if n in arrays]
     largest = max((np.abs(v).max() for v in values if v.size), default=0)
@@ -99,8 +98,11 @@ def random_case(seed: int) -> tuple[reference.AttentionCase, dict]:
     how = {
         "dtype": [*DTYPES][rng.integers(3)],
         "target_blocks": int(rng.choice([1, 1, 16, 40, ALWAYS_SPLIT])),
-        "with_sinks": bool(rng.integers(4) == 0),
     }
+    case = replace(case, sinks=bool(rng.integers(4) == 0))
+    if case.window and rng.integers(2):
+        written = max(blocks) + max(contexts or (0,))
+        case = replace(case, page=None, ring=written + int(rng.choice([0, 0, 1, 9])))
     return case, how
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import host_library
@@ -264,6 +265,8 @@ def attention(**settings) -> reference.AttentionCase:
 TARGET, DRAFTER = attention(), attention(contexts=(2, 1), causal=False, window=8)
 BUILDS = {f"target, {dtype}": request(TARGET, dtype) for dtype in runner_case.DTYPES}
 BUILDS |= {f"drafter, {dtype}": request(DRAFTER, dtype) for dtype in runner_case.DTYPES}
+BUILDS |= {f"{name} with sinks": request(replace(case, sinks=True), "bf16")
+           for name, case in (("target", TARGET), ("drafter", DRAFTER))}  # fmt: skip
 BUILDS |= {f"head of {depth}": request(attention(depth=depth), "bf16") for depth in (128, 256, 512)}
 BUILDS |= {f"markov, {case}": request(case, "bf16") for case in reference.MARKOV_CASES}
 BUILDS |= {f"markov, {dtype}": request(reference.MARKOV_CASES[2], dtype) for dtype in ("fp32", "fp16")}

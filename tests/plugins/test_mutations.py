@@ -36,8 +36,8 @@ DSPARK_HOST_API size_t dspark_host_block_attention_workspace(const BlockAttentio
 }
 DSPARK_HOST_API void dspark_host_seed(uint64_t seed) { shim::set_seed(seed); }
 DSPARK_HOST_API const char* dspark_host_status_text(int32_t status) { return status_text(static_cast<Status>(status)); }
-DSPARK_HOST_API int32_t dspark_host_block_attention(const BlockAttention* p, void* workspace, size_t bytes) {
-    return static_cast<int32_t>(attention::run<Half, 64, 2>(*p, workspace, bytes, nullptr));
+DSPARK_HOST_API int32_t dspark_host_block_attention(const BlockAttention* p, void* workspace, size_t bytes, Stream s) {
+    return static_cast<int32_t>(attention::run<Half, 64, 2>(*p, workspace, bytes, s));
 }
 """
 

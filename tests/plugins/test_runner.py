@@ -15,6 +15,7 @@ from host_library import DTYPES, ROUNDOFF
 from runner_case import Refused
 
 ATTENTION = ("verify", "ragged, paged", "draft, ragged, window, padding", "draft, no context row", "softcap and window")
+ATTENTION += ("sinks, ragged, paged, padding", "draft, sinks", "rings, ragged, padding", "draft, ring")
 TARGET_BLOCKS = 2 * 132  # what the plugins fill where there is no device
 
 
@@ -33,9 +34,9 @@ def attention_case(name: str) -> reference.AttentionCase:
     return replace(next(c for c in reference.ATTENTION_CASES if c.name == name), depth=64)
 
 
-def check_attention(found, arrays, attributes, dtype, sinks=None):
-    exact = {n: a.astype(np.float32) if a.dtype in DTYPES.values() else a for n, a in arrays.items() if n != "sinks"}
-    out, *caches = reference.block_attention(**exact, **attributes, sinks=sinks)
+def check_attention(found, arrays, attributes, dtype):
+    exact = {n: a.astype(np.float32) if a.dtype in DTYPES.values() else a for n, a in arrays.items()}
+    out, *caches = reference.block_attention(**exact, **attributes)
     if not attributes["causal"]:  # the kernels leave the block's rows behind the committed ones
         _, *caches = reference.block_attention(**exact, **(attributes | {"causal": True}))
     values = [np.nan_to_num(exact[n]) for n in ("v", "value_cache", "context_v") if n in exact]
@@ -77,14 +78,13 @@ def test_shapes_change_between_calls(play):
         check_attention(found, arrays, case.attributes, "fp16")
 
 
-def test_inputs_in_another_order_with_sinks(play):
-    case = attention_case("draft, one context row")
+def test_inputs_in_another_order(play):
+    case = attention_case("draft, sinks")
     arrays = runner_case.typed(case.inputs(), "bf16")
-    arrays["sinks"] = np.linspace(-1, 2, case.heads, dtype=np.float32)
     arrays = {name: arrays[name] for name in sorted(arrays)}
     fields = runner_case.fields("BlockAttention", case.attributes, arrays)
     (found,) = play("BlockAttention", fields, [arrays])
-    check_attention(found, arrays, case.attributes, "bf16", arrays["sinks"])
+    check_attention(found, arrays, case.attributes, "bf16")
 
 
 def test_no_rows(play):
@@ -129,10 +129,8 @@ def test_markov_shapes_change(play):
 
 
 def test_markov_without_logits_with_noise(play):
-    case = reference.MarkovCase("", "vanilla")
+    case = reference.MarkovCase("", "vanilla", temperatures=(0.0, 1.3))
     arrays = runner_case.typed(case.inputs(), "bf16")
-    arrays["noise"] = np.random.default_rng(1).gumbel(size=arrays["base_logits"].shape).astype(np.float32)
-    arrays["temperature"] = np.array([0.0, 1.3], np.float32)
     fields = runner_case.fields("MarkovArgmax", case.attributes, arrays) | {"outputs": "tokens,confidence"}
     (found,) = play("MarkovArgmax", fields, [arrays])
     assert len(found) == 2
@@ -171,6 +169,7 @@ BAD_FIELDS = [
     ("MarkovArgmax", {"inputs": "base_logits,anchors,hidden,w1,w2"}, "gated or rnn head needs the input 'head_weight'"),
     ("MarkovArgmax", {"inputs": MARKOV["inputs"].replace("confidence_weight,", "")}, "the input 'confidence_weight'"),
     ("MarkovArgmax", {"inputs": MARKOV["inputs"] + ",noise"}, "'noise' needs the input 'temperature'"),
+    ("MarkovArgmax", {"inputs": MARKOV["inputs"] + ",temperature"}, "'temperature' needs the input 'noise'"),
 ]  # fmt: skip
 
 

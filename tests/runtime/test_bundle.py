@@ -105,6 +105,7 @@ def test_no_bundle(tmp_path):
 CACHE = {"input": "a", "output": "b", "dtype": "float32", "kv_heads": 1, "head_dim": 8}
 GRAPH = {"role": "target", "form": "portable", "file": "onnx/weights.data", "inputs": [], "outputs": [], "caches": []}
 GRAPH = GRAPH | {"cache_slack": 0}
+STATE = {"input": "a", "output": "b", "dtype": "float32", "shape": [4, 8], "slots": 6, "kind": "recurrent"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,12 @@ GRAPH = GRAPH | {"cache_slack": 0}
         ({"io": [GRAPH | {"cache_slack": 10**9}]}, "cache_slack"),
         ({"io": [GRAPH | {"caches": [CACHE | {"head_dim": -8}]}]}, "head_dim"),
         ({"io": [GRAPH | {"caches": [CACHE | {"kv_heads": 10**12}]}]}, "kv_heads"),
+        ({"io": [GRAPH | {"caches": [CACHE | {"window": -1}]}]}, "window"),
+        ({"io": [GRAPH | {"caches": [CACHE | {"window": None}]}]}, "window: expected int, found NoneType"),
+        ({"io": [GRAPH | {"states": [STATE | {"slots": 0}]}]}, "slots"),
+        ({"io": [GRAPH | {"states": [STATE | {"shape": [4, -8]}]}]}, "shape of io's states"),
+        ({"io": [GRAPH | {"states": [STATE | {"dtype": "int8"}]}]}, "dtype of io's states"),
+        ({"io": [GRAPH | {"states": [STATE | {"kind": "compressor"}]}]}, "kind of io's states is recurrent"),
         ({"io": [GRAPH | {"inputs": [{"name": "x", "dtype": "int64", "shape": [-1]}]}]}, "shapes"),
         ({"io": [GRAPH | {"inputs": [{"name": "x", "dtype": "int64", "shape": [True]}]}]}, "shape[0]"),
         ({"parity": "parity.json"}, "'parity.json' is not in files"),

@@ -97,6 +97,38 @@ def test_drafter_alone(bundle, decoder):
     assert drafter.length == len(PROMPT)
 
 
+def drafts_of(drafter, taps, **options):
+    """A proposal after these taps, whatever the drafter has seen before."""
+    drafter.reset()
+    return drafter.propose(PROMPT[-1], taps, read_logits=True, **options)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vanilla", "llama-rnn", "llama-none"])
+def test_drawn_drafts(pairs, name):
+    """Tokens are argmaxes of logits / temperature + noise; a greedy draft is the same before and after, to the bit."""
+    bundle = pairs(name).bundle
+    drafter, rng = load_drafter(bundle, threads=1), np.random.default_rng(0)
+    taps = load(bundle, threads=1).target_engine.run(target_inputs(PROMPT, 0), ("taps",))["taps"]
+    vocab, different = drafter.spec.draft_vocab_size, 0
+    for size in (7, 1, 4):
+        greedy = drafts_of(drafter, taps, draft_len=size)
+        logits = greedy.logits.copy()
+        noise = rng.gumbel(size=(size, vocab)).astype(np.float32)
+        drawn = drafts_of(drafter, taps, draft_len=size, temperature=2.0, noise=noise)
+        for draft, chosen in ((greedy, logits.argmax(-1)), (drawn, (drawn.logits / 2 + noise).argmax(-1))):
+            # Tokens of a reduced vocabulary are in the order of their draft indices.
+            assert np.argsort(draft.tokens, kind="stable").tolist() == np.argsort(chosen, kind="stable").tolist()
+            assert name == "llama-rnn" or draft.tokens == chosen.tolist()
+        np.testing.assert_array_equal(drawn.logits[0], logits[0], err_msg="noise is not in the logits")
+        different += drawn.tokens != greedy.tokens
+        for binding in drafter.engine._bindings.values():  # what the draw left there
+            binding._flat["noise"].fill(np.nan)
+        again = drafts_of(drafter, taps, draft_len=size)
+        assert again.tokens == greedy.tokens
+        np.testing.assert_array_equal(again.logits, logits)
+    assert different
+
+
 def test_a_step_writes_its_rows_and_no_others(bundle):
     engine = OnnxRuntimeEngine(open_bundle(bundle), "target", 32, threads=1)
     engine.run(target_inputs([1, 2, 3], 0), ("logits",))
@@ -316,8 +348,8 @@ def test_taps_of_another_form_are_refused(decoder):
 
 
 def test_an_unknown_option_is_named(decoder):
-    with pytest.raises(UsageError, match="'temperature': not known"):
-        decoder.generate(PROMPT, temperature=0.7)
+    with pytest.raises(UsageError, match="'temperatur': not known"):
+        decoder.generate(PROMPT, temperatur=0.7)
 
 
 def test_a_file_that_the_manifest_does_not_list(bundle, tmp_path):

@@ -65,7 +65,7 @@ def test_lockstep(loops, name, size, block):
         compare(loops, name, size, block, chunk)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, confidence, _) in PAIRS.items() if confidence != "off"])
+@pytest.mark.parametrize("name", [name for name, (_, _, confidence, *_) in PAIRS.items() if confidence != "off"])
 def test_lockstep_with_a_threshold(loops, name):
     for size in SIZES:
         compare(loops, name, size, 7, 512, threshold=0.45)

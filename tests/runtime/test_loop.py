@@ -1,11 +1,13 @@
 """The loop on fake engines: whatever the drafter proposes, the text is the target's and every count is exact."""
 
+import dataclasses
 import math
 
 import pytest
-from fakes import MASK, STOPS, Language, fake_decoder, oracle, right_for
+from fakes import MASK, STOPS, VOCAB, Language, fake_decoder, oracle, right_for
 
 from dspark.errors import DSparkError, UsageError
+from dspark.runtime import Options
 
 BLOCK = 5
 PROMPT = [3, 1, 4, 1, 5]
@@ -175,18 +177,86 @@ def test_prompt_errors_leave_the_session_as_it_was():
         ({"draft_len": 0}, "draft length 0"),
         ({"draft_len": BLOCK + 1}, f"draft length {BLOCK + 1}"),
         ({"max_new_tokens": 0}, "max new tokens"),
-        ({"mode": "strict"}, "mode 'strict'"),
+        ({"mode": "fast"}, "mode 'fast': choose one of speculative, plain, strict"),
         ({"scheduler": "throughput", "confidence_threshold": 0.5}, "scheduler 'throughput'"),
         ({"scheduler": "threshold"}, "needs one"),
         ({"confidence_threshold": 1.5}, "from 0 to 1"),
         ({"confidence_threshold": math.nan}, "from 0 to 1"),
         ({"scheduler": "off", "confidence_threshold": 0.5}, "drop one"),
         ({"prefill_chunk": 0}, "prefill chunk"),
+        ({"temperature": -0.5}, "temperature -0.5: must be 0"),
+        ({"temperature": math.nan}, "temperature nan: must be a finite number"),
+        ({"top_k": -1}, "top k -1"),
+        ({"top_p": 0}, "top p 0"),
+        ({"top_p": 1.5}, "top p 1.5"),
+        ({"min_p": 2}, "min p 2"),
+        ({"repetition_penalty": 0}, "repetition penalty 0"),
+        ({"presence_penalty": math.nan}, "presence penalty nan"),
+        ({"frequency_penalty": math.inf}, "frequency penalty inf"),
+        ({"sampling": "exactly"}, "sampling 'exactly': choose one of exact, coupled, opportunistic"),
+        ({"draft_temperature": -1.0}, "draft temperature -1"),
+        ({"draft_temperature": math.nan}, "draft temperature nan"),
+        ({"draft_temperature": math.inf}, "draft temperature inf"),
+        ({"seed": -1}, "seed -1: must be from 0"),
+        ({"seed": 2**64}, f"seed {2**64}"),
+        ({"request": -1}, "request -1"),
+        ({"request": 2**24}, f"request {2**24}"),
+        ({"pause_below": -0.1}, "pause below -0.1"),
+        ({"pause_below": 1.1}, "pause below 1.1"),
+        ({"pause_below": math.nan}, "pause below nan"),
+        ({"stop_token_ids": [3, VOCAB]}, f"stop token {VOCAB}: the vocabulary has 0 to {VOCAB - 1}"),
+        ({"stop_token_ids": [-1]}, "stop token -1"),
+        ({"stop": "END"}, "stop 'END': give a list"),
+        ({"stop": ["END", ""]}, "not empty"),
+        ({"stop": [3]}, "give a list of texts"),
+        ({"stop": ["END"]}, "no tokenizer: stop texts cannot be found"),
+        ({"logprobs": -1}, "logprobs -1"),
+        ({"logprobs": VOCAB + 1}, f"logprobs {VOCAB + 1}"),
+        ({"temprature": 1.0}, "option 'temprature': not known in this version; there are temperature"),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(UsageError, match=message):
-        fake_decoder(Language()).stream(PROMPT, **options)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_bad_options(options, message, temperature):
+    """In one line, and before anything has happened."""
+    decoder = fake_decoder(Language())
+    session = decoder.session()
+    with pytest.raises(UsageError, match=message) as error:
+        session.stream(PROMPT, **{"temperature": temperature, **options})
+    assert "\n" not in str(error.value)
+    assert session.tokens == [] and decoder.target_engine.runs == [] and decoder.owner is None
+
+
+def test_every_option_has_its_error():
+    """An option that can be out of range is among the cases above; of the others any value of its type will do."""
+    (cases,) = (mark.args[1] for mark in test_bad_options.pytestmark if mark.args[0] == ("options", "message"))
+    refused = {name for options, _ in cases for name in options} - {"temprature"}
+    free = {"ignore_eos", "read_confidence", "logit_processors"}
+    assert refused | free == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_a_drafter_that_cannot_draw():
+    """A reduced vocabulary whose tokens nobody knows: drawn drafts are refused, the rest works."""
+    decoder = fake_decoder(Language())
+    decoder.can_draw = False
+    for options in ({}, {"sampling": "exact"}, {"mode": "strict"}):
+        with pytest.raises(UsageError, match="cannot draw tokens.*set the draft temperature to 0"):
+            decoder.generate(PROMPT, temperature=1.0, **options)
+    for options in ({"draft_temperature": 0.0}, {"sampling": "opportunistic"}, {"mode": "plain"}):
+        result = decoder.generate(PROMPT, temperature=1.0, max_new_tokens=9, ignore_eos=True, **options)
+        assert len(result.token_ids) == 9
+
+
+def test_the_seed_that_was_used():
+    """A generation tells its seed, and with it comes out again; where nothing is drawn there is none."""
+    decoder = fake_decoder(Language(20))
+    drawn = {"temperature": 1.0, "max_new_tokens": 20, "ignore_eos": True}
+    first = decoder.generate(PROMPT, **drawn)
+    again = decoder.generate(PROMPT, seed=first.seed, **drawn)
+    assert first.seed == again.seed is not None and first.token_ids == again.token_ids
+    others = [decoder.generate(PROMPT, seed=7, request=request, **drawn).token_ids for request in range(3)]
+    assert len(set(map(tuple, others))) == 3, "requests of one seed differ"
+    assert decoder.generate(PROMPT, **drawn).seed != first.seed
+    assert decoder.generate(PROMPT, max_new_tokens=4, seed=7).seed is None
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])

@@ -2,26 +2,57 @@
 
 import numpy as np
 import pytest
-from fakes import MASK, FakeDrafter, FakeTarget, Language, fake_manifest
+from fakes import MASK, VOCAB, FakeDrafter, FakeTarget, Language, fake_manifest
 
 from dspark.errors import UsageError
 from dspark.runtime.commit import commit
-from dspark.runtime.draft import Drafter
-from dspark.runtime.target import Target
-from dspark.runtime.verify import Verdict, accept_greedy, verify
+from dspark.runtime.draft import Draft, Drafter
+from dspark.runtime.random import Streams
+from dspark.runtime.sampling import Sampling
+from dspark.runtime.target import Forward, Target
+from dspark.runtime.verify import DraftVocabulary, Draws, Judge, Verdict, verify
+
+
+def greedy_judge():
+    return Judge(Sampling(), "exact", Draws(Streams(0)), DraftVocabulary(VOCAB), [])
+
+
+class Rows:
+    """A target whose forward gives these logits, row by row."""
+
+    def __init__(self, logits):
+        self.logits, self.length = logits, 0
+
+    def forward(self, tokens, logit_rows, taps=True):
+        return Forward(self.logits[: len(logit_rows)], None)
+
+
+def never(_token):
+    return False
 
 
 @pytest.mark.parametrize(
     ("drafts", "accepted", "extra"),
     [([], 0, 5), ([5], 1, 6), ([5, 6, 7], 3, 8), ([5, 6, 0], 2, 7), ([0, 6, 7], 0, 5), ([5, 0, 7], 1, 6)],
 )
-def test_accept_greedy(drafts, accepted, extra):
-    logits = np.eye(10, dtype=np.float32)[[5, 6, 7, 8]][: len(drafts) + 1]
-    assert accept_greedy(drafts, logits) == (accepted, extra)
+def test_greedy_acceptance(drafts, accepted, extra):
+    kept = []
+    target = Rows(np.eye(10, dtype=np.float32)[[5, 6, 7, 8]])
+    verdict = verify(target, 1, Draft(drafts, None), len(drafts), greedy_judge(), lambda token: kept.append(token))
+    assert (verdict.verified, verdict.accepted, verdict.extra) == (len(drafts), accepted, extra)
+    assert kept == [*drafts[:accepted], extra], "told once of every kept token, in order, and of no other"
+
+
+def test_a_token_that_ends_the_text_is_the_last():
+    target = Rows(np.eye(10, dtype=np.float32)[[5, 6, 7, 8]])
+    verdict = verify(target, 1, Draft([5, 6, 7], None), 3, greedy_judge(), lambda token: token == 6)
+    assert (verdict.accepted, verdict.extra) == (2, None)
+    verdict = verify(target, 1, Draft([5, 9, 7], None), 3, greedy_judge(), lambda token: token == 6)
+    assert (verdict.accepted, verdict.extra) == (1, 6), "a drawn one has no row yet"
 
 
 def test_ties_go_to_the_lowest_token():
-    assert accept_greedy([], np.array([[0, 2, 2, 1]], np.float32)) == (0, 1)
+    assert greedy_judge().choose(np.array([0, 2, 2, 1], np.float32), 5) == 1
 
 
 @pytest.mark.parametrize("accepted", range(4))
@@ -41,8 +72,8 @@ def test_verify_does_not_commit():
     target.forward([1, 2, 3], np.array([2]))
     target.length = 3
     right = language.continuation([1, 2, 3, 4], 2)
-    assert verify(target, 4, right, ()).accepted == 2
-    assert verify(target, 4, [MASK, right[1]], ()).accepted == 0
+    for drafts, accepted in ((right, 2), ([MASK, right[1]], 0)):
+        assert verify(target, 4, Draft(drafts, None), 2, greedy_judge(), never).accepted == accepted
     assert target.length == 3
 
 
@@ -97,6 +128,44 @@ def test_drafter_refuses_a_wrong_length(size):
     drafter = make_drafter(Language())
     with pytest.raises(UsageError, match=f"draft length {size}"):
         drafter.propose(1, np.zeros((1, 3), np.float32), draft_len=size)
+
+
+def test_drafter_hands_over_noise_and_takes_logits():
+    language = Language(5)
+    drafter, target = make_drafter(language), ElsewhereTarget(language)
+    draft = drafter.propose(7, target.commit([1, 2]), temperature=0.5, noise=np.zeros((4, VOCAB), np.float32))
+    assert draft.logits is None and drafter.engine.fetched == [("draft_tokens", "confidence")]
+    draft = drafter.propose(7, target.commit([7]), draft_len=2, read_confidence=False, read_logits=True)
+    assert drafter.engine.fetched[-1] == ("draft_tokens", "draft_logits")
+    assert draft.logits.shape == (2, VOCAB) and draft.logits.argmax(-1).tolist() == draft.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0: must be a number from 0"),
+        ({"temperature": float("nan")}, "temperature nan: must be a number from 0"),
+        ({"temperature": float("inf")}, "temperature inf: must be a number from 0"),
+        ({"temperature": 1.0}, "give both, or neither"),
+        ({"noise": np.zeros((4, VOCAB), np.float32)}, "give both, or neither"),
+        ({"temperature": 1.0, "noise": np.zeros((4, VOCAB))}, r"noise float64 \[4, 40\]; give float32 \[4, 40\]"),
+        ({"temperature": 1.0, "noise": np.zeros((3, VOCAB), np.float32)}, r"noise float32 \[3, 40\]; give"),
+    ],
+)
+def test_drafter_refuses_wrong_noise(options, message):
+    drafter = make_drafter(Language())
+    with pytest.raises(UsageError, match=message):
+        drafter.propose(7, np.zeros((1, 3), np.float32), **options)
+    assert drafter.observed == 0, "a refused call changes nothing"
+
+
+def test_a_bundle_without_noise_drafts_greedily():
+    language = Language()
+    drafter, target = make_drafter(language), ElsewhereTarget(language)
+    drafter.engine.inputs = ("tokens",)
+    drafter.propose(7, target.commit([1, 2]))
+    with pytest.raises(UsageError, match="exported without noise.*export it again"):
+        drafter.propose(7, target.commit([7]), temperature=1.0, noise=np.zeros((4, VOCAB), np.float32))
 
 
 def test_drafter_refuses_what_it_cannot_hold_or_lacks():

@@ -93,6 +93,21 @@ def test_drafter_alone_takes_arrays(plain, gpu):
     assert ours.propose(65, taps[4:]).tokens == theirs.propose(65, taps[4:]).tokens
 
 
+def test_drawn_drafts(plain, gpu):
+    """Noise is uploaded where a draft is drawn, and is what nobody wrote (NaN) where it is greedy."""
+    backend, bundle, _, _ = gpu
+    drafters = load_drafter(bundle, backend=backend), load_drafter(plain, threads=1)
+    rng, width = np.random.default_rng(0), 2 * load(plain, threads=1).manifest.target.hidden_size
+    for size, temperature in ((7, 0), (5, 1.5), (3, 0.0), (3, 0.5), (7, 2.0)):
+        taps = rng.normal(size=(3, width)).astype(np.float32)
+        vocab = drafters[0].spec.draft_vocab_size
+        noise = rng.gumbel(size=(size, vocab)).astype(np.float32) if temperature else None
+        options = {"draft_len": size, "temperature": temperature, "noise": noise, "read_logits": True}
+        ours, theirs = (drafter.propose(65, taps, **options) for drafter in drafters)
+        assert ours.tokens == theirs.tokens
+        np.testing.assert_allclose(ours.logits, theirs.logits, atol=1e-4)
+
+
 def test_rows_that_the_engine_does_not_take(gpu):
     backend, bundle, _, _ = gpu
     decoder = load(bundle, backend=backend)

@@ -1,13 +1,15 @@
 """Text in and out, held against the tokenizers and transformers libraries."""
 
+import itertools
 import json
 import random
 
 import builders
 import pytest
+from answers import first_cut, held_back
 
 from dspark.errors import UsageError
-from dspark.runtime.tokens import Detokenizer, Tokenizer
+from dspark.runtime.tokens import Detokenizer, Ending, Tokenizer
 
 TEXTS = ["plain text\n", "Grüße, naïve 東京 🙂👩‍👩‍👧 ￿", "\N{REPLACEMENT CHARACTER} stays", "a\x00b", ""]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wie heißt 'x'? <b>&amp;</b>"}]
@@ -59,6 +61,61 @@ def test_bytes_that_are_no_text(folder):
     assert detokenizer.push(tokenizer.encode("x")) == "\N{REPLACEMENT CHARACTER}x"
     assert detokenizer.push(half) == ""
     assert detokenizer.push([], last=True) == "\N{REPLACEMENT CHARACTER}"
+
+
+class Bytes:
+    """A tokenizer with these pieces of text as its tokens."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def decode(self, ids):
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+def test_a_stop_string_at_every_place():
+    """Every part of a text is the stop string, alone and with another, the text split into tokens at any two bytes: the
+    first token that completes it ends the answer, and nothing of it was ever shown."""
+    whole = "aé🙂aéa END"
+    data = whole.encode()
+    stops = sorted({whole[i : i + n] for n in (1, 2, 3, 4, 5) for i in range(len(whole) - n + 1)})
+    cases = 0
+    for i, j in itertools.combinations(range(1, len(data)), 2):
+        pieces = [data[:i], data[i:j], data[j:]]
+        for stop in stops:
+            strings = [stop, (stops[7 * cases % len(stops)], stop[1:] + "?", "éaé")[cases % 3]]
+            ending, shown, read = Ending((), strings, Detokenizer(Bytes(pieces))), "", b""
+            for token, piece in enumerate(pieces):
+                read += piece
+                text = read.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+                cut = first_cut(text, strings)
+                assert ending.push(token) == ending.stopped == (cut is not None)
+                if cut is not None:
+                    break
+                shown += ending.take()
+                assert shown == text[: len(text) - held_back(text, strings)]
+            assert cut is not None and shown + ending.take(last=True) == text[:cut]
+            cases += 1
+    assert cases > 2500
+
+
+def test_what_was_held_back_is_given_out_at_the_end():
+    for strings, pieces, shown in (
+        (["END"], [b"x E"], "x "),
+        (["END", " EX"], [b"x", b" E"], "x"),
+        ([], ["é".encode()[:1]], ""),
+        (["ab"], [b"x\xe2", b"\x82"], "x"),
+    ):
+        ending = Ending((), strings, Detokenizer(Bytes(pieces)))
+        assert not any(ending.push(token) for token in range(len(pieces)))
+        assert ending.take() == shown
+        assert shown + ending.take(last=True) == b"".join(pieces).decode(errors="replace")
+
+
+def test_a_stop_token_may_hold_a_stop_string():
+    ending = Ending([1], ["END"], Detokenizer(Bytes([b"a", b"b END c"])))
+    assert not ending.push(0) and ending.push(1)
+    assert ending.take(last=True) == "ab "
 
 
 def test_special_tokens_are_not_text(folder):

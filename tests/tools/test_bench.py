@@ -6,6 +6,7 @@ from command_line import failed
 from fakes import Language, fake_decoder, oracle, right_for
 
 from dspark.errors import DSparkError, UsageError
+from dspark.runtime.random import COUPLED, Streams
 from dspark.tools import measure as m
 from dspark.tools import prompts as disk
 from dspark.tools.cli import main
@@ -118,6 +119,48 @@ def test_command(pairs, capsys, tmp_path):
     assert report["settings"]["full block"]["all"]["drafted"] > 0
     assert main([*argv, "--max-new-tokens", "8", "--limit", "1"]) == 0
     assert "every text equals the plain one" in capsys.readouterr().out
+
+
+def test_command_with_sampling(pairs, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"id": "x", "kind": "code", "prompt": "def f"}), encoding="utf-8")
+    argv = [
+        "bench",
+        str(pairs("qwen3-vanilla").bundle),
+        "--prompts",
+        str(file),
+        "--threads",
+        "1",
+        "--temperature",
+        "0.8",
+    ]
+    argv += ["--max-new-tokens", "24", "--sampling", "coupled", "--sampling", "exact"]
+    assert main([*argv, "--json", "--confidence-threshold", "0.5"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    schedules = ["", " full block", " threshold 0.5"]
+    assert list(report["settings"]) == ["plain", *(f"{r}{s}" for r in ("coupled", "exact") for s in schedules)]
+    assert {c["setting"]: c["output_match"] for c in report["comparisons"]} == {
+        **{f"coupled{s}": True for s in schedules},
+        **{f"exact{s}": None for s in schedules},
+    }
+    for c in report["comparisons"]:
+        figures = report["settings"][c["setting"]]["all"]
+        assert c["direct_full_commits"] + c["direct_partial_commits"] == figures["rounds"]
+        assert c["replay_fallbacks"] == 0 and c["net_saved"] == figures["tokens"] - 1 - figures["rounds"]
+    assert main([*argv, "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert "drawn otherwise" in out and "where the rule says that it must" in out
+    failed(capsys, [*argv[:6], "--sampling", "exact"], 2, "--sampling exact", "--temperature")
+
+
+@pytest.mark.parametrize("gap", [1.0, 1e-5])
+def test_gap_of_a_race(gap):
+    """At a temperature above 0 the best two scores of the race are compared, and not the logits."""
+    noise = Streams(3).gumbel(COUPLED, 7, 5)
+    logits = 2 * (np.array([0, 1, 1 - gap, -9, -9]) - noise)  # scores: 0, 1, 1 - gap
+    found = m._gap(logits, 7, {"temperature": 2.0, "seed": 3})
+    assert found == pytest.approx(gap, abs=1e-9)
+    assert m._gap(logits, 7, {"temperature": 2.0, "seed": 3, "top_k": 1}) == float("inf")
 
 
 def test_command_refuses_a_report_without_drafts(pairs, capsys, tmp_path):

@@ -48,8 +48,9 @@ def test_every_command_takes_json():
         ([], ["COMMAND"]),
         (["sing"], ["sing"]),
         (["generate", "x"], ["--prompt"]),
-        (["generate", "x", "--prompt", "a", "--temperature", "1"], ["--temperature"]),
-        (["generate", "x", "--prompt", "a", "--mode", "strict"], ["strict"]),
+        (["generate", "x", "--prompt", "a", "--temperature", "hot"], ["--temperature"]),
+        (["generate", "x", "--prompt", "a", "--mode", "fast"], ["fast"]),
+        (["generate", "x", "--prompt", "a", "--sampling", "greedy"], ["greedy"]),
         (["bench", "x", "--limit", "none"], ["--limit"]),
         (["bench", "x", "--limit", "0"], ["--limit 0"]),
         (["generate", "no/such/bundle", "--prompt", "a"], ["no/such/bundle", "dspark-export"]),
@@ -76,6 +77,19 @@ def test_inspect(pairs, capsys):
     assert manifest.items() <= out.items()
     assert out["total_bytes"] == sum(entry["size"] for entry in manifest["files"].values())
     assert out["parity_report"]
+
+
+def test_inspect_names_the_kinds_of_state(pairs, capsys):
+    assert main(["inspect", str(pairs("hybrid").bundle)]) == 0
+    text = capsys.readouterr().out
+    assert "logits, taps; 2 caches, 4 recurrent states, after the last 8 rows" in text
+    assert "draft_logits; 4 caches\n" in text
+
+
+def test_inspect_names_the_windows(pairs, capsys):
+    assert main(["inspect", str(pairs("qwen3-gated").bundle)]) == 0
+    text = capsys.readouterr().out
+    assert "logits, taps; 6 caches (4 with windows [8])\n" in text and "draft_logits; 4 caches\n" in text
 
 
 def test_train_explains_the_mask_token(capsys):

@@ -24,6 +24,10 @@ STATS = {
     "direct_full_commits",
     "direct_partial_commits",
     "replay_fallbacks",
+    "target_steps",
+    "net_saved",
+    "pauses",
+    "paused_rounds",
     "prefill_ms",
     "draft_ms",
     "verify_ms",
@@ -55,6 +59,51 @@ def test_json_is_exactly_the_contracts(capsys, bundle):
     assert stats["acceptance_length"] == (stats["emitted"] - 1) / stats["rounds"]
     assert stats["emitted"] == 1 + stats["accepted"] + stats["rounds"] - stats["ended_rounds"]
     assert stats["total_ms"] > stats["prefill_ms"] > 0 and stats["total_ms"] > stats["engine_ms"] > 0
+
+
+def test_sampling(capsys, bundle):
+    """The same seed gives the same text, and plain decoding with it too; the seed that was used is told."""
+    options = ["--json", "--temperature", "0.8", "--top-p", "0.95", "--top-k", "50", "--min-p", "0.01", "--ignore-eos"]
+    fresh = json.loads(generate(capsys, bundle, *options).out)
+    assert set(fresh) == {"text", "token_ids", "finish_reason", "stats", "seed"}
+    seed = ["--seed", str(fresh["seed"])]
+    for more in (["--mode", "plain"], ["--mode", "strict"], ["--draft-temperature", "0"], ["--draft-len", "2"]):
+        assert json.loads(generate(capsys, bundle, *options, *seed, *more).out)["token_ids"] == fresh["token_ids"], more
+    other = json.loads(generate(capsys, bundle, *options, "--seed", "12345").out)
+    assert other["seed"] == 12345 and other["token_ids"] != fresh["token_ids"]
+    for rule in ("exact", "opportunistic"):
+        assert len(json.loads(generate(capsys, bundle, *options, "--sampling", rule).out)["token_ids"]) == 20
+
+
+def test_log_probs_penalties_and_stops(capsys, bundle):
+    answer = json.loads(generate(capsys, bundle, "--json", "--ignore-eos", "--logprobs", "2").out)
+    assert [entry["top"][0][0] for entry in answer["logprobs"]] == answer["token_ids"], "greedy: the likeliest"
+    assert all(len(entry["top"]) == 2 and entry["logprob"] == entry["top"][0][1] < 0 for entry in answer["logprobs"])
+    stop = answer["token_ids"][5]
+    first = answer["token_ids"].index(stop)
+    stopped = json.loads(generate(capsys, bundle, "--json", "--ignore-eos", "--stop-token-id", str(stop)).out)
+    assert stopped["token_ids"] == answer["token_ids"][: first + 1] and stopped["finish_reason"] == "stop"
+    text = answer["text"][4:7]
+    stopped = json.loads(generate(capsys, bundle, "--json", "--ignore-eos", "--stop", text).out)
+    assert stopped["text"] == answer["text"][: answer["text"].index(text)] and stopped["finish_reason"] == "stop"
+    unlike = json.loads(generate(capsys, bundle, "--json", "--ignore-eos", "--frequency-penalty", "100").out)
+    assert len(set(unlike["token_ids"])) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "-1"], "temperature -1"),
+        (["--top-p", "0"], "top p 0"),
+        (["--temperature", "1", "--seed", "-1"], "seed -1"),
+        (["--logprobs", "-1"], "logprobs -1"),
+        (["--stop", ""], "stop"),
+        (["--stop-token-id", "100000"], "stop token 100000"),
+        (["--pause-below", "2"], "pause below 2"),
+    ],
+)
+def test_wrong_sampling_options(capsys, bundle, options, words):
+    failed(capsys, ["generate", bundle, "--prompt", "x", *options], 2, words)
 
 
 def test_text_is_streamed_to_stdout(capsys, bundle):

@@ -15,7 +15,8 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="answer a prompt",
-        description="Answer a prompt, speculatively or plainly; greedy decoding. Text goes to stdout as it is certain.",
+        description="Answer a prompt, speculatively or plainly, greedily or by sampling. Text goes to stdout as it is"
+        " certain.",
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -23,7 +24,30 @@ def add_parser(subparsers) -> None:
     prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - reads stdin")
     parser.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default %(default)s")
-    parser.add_argument("--mode", choices=("speculative", "plain"), default="speculative", help="default %(default)s")
+    parser.add_argument(
+        "--mode",
+        choices=("speculative", "plain", "strict"),
+        default="speculative",
+        help="plain: no drafts; strict: drafts, but the target runs one token at a time; default %(default)s",
+    )
+    add_sampling(parser)
+    parser.add_argument(
+        "--sampling",
+        choices=("exact", "coupled", "opportunistic"),
+        help="rule at a temperature above 0: exact and coupled give the target's distribution, coupled the very text of"
+        " plain decoding with this seed; opportunistic is faster and NOT exact; default: coupled",
+    )
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text")
+    parser.add_argument("--stop-token-id", metavar="ID", type=int, action="append", default=[])
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and of the N likeliest"
+    )
+    parser.add_argument(
+        "--pause-below",
+        type=float,
+        metavar="RATE",
+        help="pause drafting while fewer drafts than this are accepted (0..1)",
+    )
     parser.add_argument(
         "--scheduler", choices=("off", "threshold"), help="default: threshold if one is given, else off"
     )
@@ -44,6 +68,31 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
 
 
+SAMPLING = {  # option: (type, metavar, help)
+    "temperature": (float, "T", "0 (default): greedy"),
+    "top-k": (int, "K", "keep the K likeliest tokens; 0 (default): all"),
+    "top-p": (float, "P", "keep the fewest likeliest that have P together; 1 (default): all"),
+    "min-p": (float, "P", "keep what has P times the likeliest one's probability; 0 (default): all"),
+    "repetition-penalty": (float, "X", "of all tokens so far; 1 (default): none"),
+    "presence-penalty": (float, "X", "of tokens in the answer; 0 (default): none"),
+    "frequency-penalty": (float, "X", "likewise, for each time; 0 (default): none"),
+    "draft-temperature": (float, "T", "that drafts are drawn at; 0: argmax; default: the sampling rule's own"),
+    "seed": (int, "N", "of the random numbers; default: a fresh one, which --json tells"),
+}
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options that say how tokens are drawn."""
+    for name, (kind, metavar, text) in SAMPLING.items():
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+
+
+def sampling_options(args: argparse.Namespace) -> dict:
+    """Those of `add_sampling` that were given, as `Options` fields."""
+    names = [name.replace("-", "_") for name in SAMPLING]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
 def run(args: argparse.Namespace) -> int:
     from dspark.runtime import load
     from dspark.runtime.trace import tracer
@@ -55,6 +104,12 @@ def run(args: argparse.Namespace) -> int:
     options = {
         "max_new_tokens": args.max_new_tokens,
         "mode": args.mode,
+        "sampling": args.sampling,
+        **sampling_options(args),
+        "stop": args.stop,
+        "stop_token_ids": args.stop_token_id,
+        "logprobs": args.logprobs,
+        "pause_below": args.pause_below,
         "scheduler": args.scheduler,
         "confidence_threshold": args.confidence_threshold,
         "draft_len": args.draft_len,
@@ -133,6 +188,8 @@ def _warning(stats) -> str | None:
 def _summary(generation) -> str:
     stats = generation.stats
     parts = [f"{stats.emitted} tokens ({generation.finish_reason})", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if generation.seed is not None:
+        parts.append(f"seed {generation.seed}")
     if stats.drafted:
         parts.append(f"{stats.acceptance_length:.2f} tokens per round")
         parts.append(f"{stats.accepted} of {stats.verified} verified drafts accepted")

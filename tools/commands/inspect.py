@@ -59,7 +59,7 @@ def _lines(bundle, total: int, parity):
     yield f"onnx        {m.dtype}, opset {m.onnx.opset}, IR {m.onnx.ir}"
     for graph in m.io:
         inputs, outputs = (", ".join(t.name for t in tensors) for tensors in (graph.inputs, graph.outputs))
-        yield f"graph       {graph.file}: {graph.role}, {graph.form}; {inputs} -> {outputs}; {len(graph.caches)} caches"
+        yield f"graph       {graph.file}: {graph.role}, {graph.form}; {inputs} -> {outputs}; {_kept(graph)}"
     for e in m.engines:
         yield f"engine      {e.file}: {e.graph}, {e.backend} {e.trt_version}, {e.dtype}, for {', '.join(_gpus(e))}"
     for p in m.plugins:
@@ -69,6 +69,16 @@ def _lines(bundle, total: int, parity):
         yield f"parity      {m.parity}{'' if passed is None else ': passed' if passed else ': FAILED'}"
     for name, entry in sorted(m.files.items()):
         yield f"file        {name}  {_size(entry.size)}  sha256 {entry.sha256[:12]}"
+
+
+def _kept(graph) -> str:
+    """What a graph remembers of a request."""
+    windows = sorted({pair.window for pair in graph.caches} - {0})
+    windowed = f" ({sum(pair.window > 0 for pair in graph.caches)} with windows {windows})" if windows else ""
+    caches = [f"{len(graph.caches)} caches{windowed}"] if graph.caches else []
+    kinds = {kind: [s.slots for s in graph.states if s.kind == kind] for kind in sorted({s.kind for s in graph.states})}
+    states = [f"{len(slots)} {kind} states, after the last {min(slots)} rows" for kind, slots in kinds.items()]
+    return ", ".join(caches + states)
 
 
 def _gpus(engine) -> list[str]:

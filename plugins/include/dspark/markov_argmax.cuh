@@ -2,7 +2,7 @@
 //
 // Floor, for Qwen3-4B (V = Vd = 151936, H = 2560, r = 256, G = 7, bf16) and R = 1; more in plugins/README.md:
 //   bytes        W2, 77.8 MB, once a step: a token depends on the one before, and W2 is larger than a level 2 cache.
-//                In 7 steps 544.5 MB; base logits 2.1 MB; logits 4.3 MB if wanted; noise 4.3 MB if given; gated head
+//                In 7 steps 544.5 MB; base logits 2.1 MB; logits 4.3 MB if wanted; noise 4.3 MB if drawn; gated head
 //                1.3 MB + 0.1 MB a step, rnn head 3.9 MB + 0.8 MB a step.
 //   operations   2 Vd r = 78 MFLOP a step and request: R a byte of W2. Matrix units do 150 to 300 a byte, so W2's bytes
 //                decide up to some 50 requests, even where a gated or rnn e is multiplied in 3 parts (PARTS).

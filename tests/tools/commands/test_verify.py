@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from gpu_fakes import fake_gpu, with_engines
+from pairs import keep_last_state_alone
 
 from dspark.export import bundle as writing
 from dspark.tools.cli import main
@@ -34,6 +35,13 @@ def test_a_bundle_passes(capsys, plain):
     assert drafter["draft_logits"]["top1_agreement"] == 1
     assert [p["position"] for p in drafter["draft_logits"]["positions"]] == list(range(7))
     assert [p["position"] for p in target["logits"]["positions"]] == ["prompt", *range(8)]
+
+
+def test_a_hybrid_bundle_passes(capsys, pairs, tmp_path):
+    """Its session commits parts of what it verified: the states behind them are chosen, or made by a second run."""
+    bundle = pairs("hybrid").bundle
+    assert verify(capsys, bundle)[0] == 0
+    assert verify(capsys, keep_last_state_alone(bundle, tmp_path / "last"))[0] == 0
 
 
 def test_lines_for_people(capsys, plain):
