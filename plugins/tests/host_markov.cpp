@@ -11,6 +11,7 @@ DSPARK_HOST_API size_t dspark_host_markov_argmax_workspace(const MarkovArgmax* p
     return dspark::markov_argmax_workspace(*params);
 }
 
-DSPARK_HOST_API int32_t dspark_host_markov_argmax(const MarkovArgmax* params, void* workspace, size_t bytes, Stream stream) {
+DSPARK_HOST_API int32_t dspark_host_markov_argmax(const MarkovArgmax* params, void* workspace, size_t bytes,
+                                                  Stream stream) {
     return static_cast<int32_t>(dspark::markov_argmax(*params, workspace, bytes, stream));
 }

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 from pairs import PAIRS
+from proposing import proposing
 
 from dspark.runtime import Decoder, load, session
 from dspark.runtime.random import Streams
@@ -16,23 +17,6 @@ NEW = 16
 PROMPT = random.Random(7).choices(range(256), k=9)
 FILTERS = ({}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.95, "min_p": 0.02})
 TIE = 1e-3  # of logits: what rounding may decide, and far more than it does
-
-
-class Proposing:
-    """An engine whose drafts come from elsewhere: propose(position of the first, count) -> tokens."""
-
-    def __init__(self, engine, propose):
-        self.engine, self.propose, self.owner = engine, propose, None
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def run(self, inputs, fetch):
-        outputs = dict(self.engine.run(inputs, fetch))
-        if "draft_tokens" in fetch:
-            first, count = int(inputs["positions"][0, 0]) + 1, inputs["tokens"].shape[1]
-            outputs["draft_tokens"] = np.array([self.propose(first, count)])
-        return outputs
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +32,6 @@ def decoders(pairs):
         return made[name, copy]
 
     return make
-
-
-def proposing(decoder: Decoder, propose) -> Decoder:
-    engine, tokens = Proposing(decoder.drafter_engine, propose), decoder.vocabulary.tokens
-    return Decoder(decoder.manifest, decoder.target_engine, engine, None, decoder.context_limit, tokens)
 
 
 def hangs_on_rounding(decoder: Decoder, text: list[int], tokens: set[int], options: dict) -> bool:
