@@ -166,6 +166,55 @@ class Plugin:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What makes the confidences agree with how often drafts are accepted (sequential temperature scaling)."""
+
+    temperatures: tuple[float, ...]  # of draft 1..block_size: sigmoid(logit(c_k) / T_k) takes the place of c_k
+    rounds: int  # that they were fitted on
+    prompts: int  # that these rounds came from
+    temperature: float  # that the target sampled at in them; 0: greedily
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A table of measurements at single sizes of a step. Nothing is known between them: cost rises in steps."""
+
+    tokens: tuple[int, ...]  # in all requests of a step, rising
+    steps_per_second: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a measurement holds."""
+
+    name: str  # of the CPU, or of the GPU that does the work
+    cores: int | None  # that the process may use; None: a GPU does the work
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The engines that a measurement holds for."""
+
+    backend: str
+    version: str  # of the backend's library
+    files: dict[str, str]  # role -> SHA-256 of the graph or engine
+    threads: int | None  # None: the backend's own choice
+
+
+@dataclass(frozen=True)
+class Sps:
+    """Steps per second of the verify engine by tokens per step, and what a draft costs, on one machine."""
+
+    table: Steps
+    draft_ms: tuple[float, ...]  # of draft length 1..block_size
+    context: int  # committed tokens before every step
+    repeats: int  # every figure is a median of so many
+    machine: Machine
+    engine: Measured
+    when: str  # ISO 8601, UTC
+
+
+@dataclass(frozen=True)
 class Manifest:
     schema_version: str
     tool: dict[str, str]  # {"name": "dspark", "version": ..., and the exporter's packages}
@@ -179,8 +228,8 @@ class Manifest:
     files: dict[str, FileEntry]
     engines: tuple[Engine, ...] = field(default=())
     plugins: tuple[Plugin, ...] = field(default=())
-    calibration: dict | None = None
-    sps: dict | None = None
+    calibration: Calibration | None = None
+    sps: Sps | None = None
     parity: str | None = None  # the parity report's file
 
     def graph(self, role: str, form: str) -> Graph:
@@ -285,10 +334,12 @@ def _parse(kind: Any, value: Any, file: str, at: str) -> Any:
             if option is type(None) and value is None:
                 return None
             if option is not type(None) and (option is not int or not isinstance(value, bool)):
-                plain = typing.get_origin(option) or option
+                plain = dict if dataclasses.is_dataclass(option) else typing.get_origin(option) or option
                 if isinstance(plain, type) and isinstance(value, plain):
                     return _parse(option, value, file, at)
         raise wrong(" or ".join(getattr(a, "__name__", str(a)) for a in args))
+    if kind is float and type(value) is int and abs(value) < 2**53:
+        return float(value)
     if kind is dict:
         if not isinstance(value, dict):
             raise wrong("an object")

@@ -1,6 +1,8 @@
 """Writing a bundle: built aside, hashed, described by its manifest, and renamed into place when it is whole."""
 
+import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -11,18 +13,20 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
 from dspark import __version__
 from dspark.errors import DSparkError, UsageError
-from dspark.manifest import DRAFT_TOKENS, MANIFEST, FileEntry, Manifest
+from dspark.manifest import DRAFT_TOKENS, MANIFEST, FileEntry, Manifest, read_manifest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # Their versions decide what the graphs look like.
 _TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
+ADDED = ("engines", "plugins")  # folders that are filled after the export
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -54,12 +58,40 @@ def building(out: Path) -> Iterator[Path]:
 def adding(folder: Path) -> Iterator[Path]:
     """A temporary folder inside of the bundle `folder` for what will be added to it; it vanishes in any case.
 
-    Readers of a bundle pass over names that begin with a dot. Errors as in `building`.
+    One process at a time may add to a bundle: UsageError while another one does. What one that was killed has left is
+    removed. Readers of a bundle pass over names that begin with a dot. Other errors as in `building`.
     """
     aside = folder.absolute() / f".{secrets.token_hex(4)}.partial"
-    with _vanishing(aside, f"bundle {folder}"):
+    with _vanishing(aside, f"bundle {folder}"), _locked(folder):
+        _tidy(folder)
         aside.mkdir()
         yield aside
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a bundle's folder; the system lets go of it when the process ends, however that happens."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"bundle {folder}: another command is adding to it; wait until it has ended") from None
+        yield
+    finally:
+        os.close(held)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a killed process has left: temporary files, and engines and plugins that no manifest came to name."""
+    for rest in folder.glob(".*.partial"):
+        if rest.is_dir():
+            shutil.rmtree(rest, ignore_errors=True)
+        else:
+            rest.unlink(missing_ok=True)
+    named = read_manifest(folder).files
+    found = (file for part in ADDED for file in (folder / part).rglob("*") if file.is_file())
+    _remove(folder, [name for file in found if (name := file.relative_to(folder).as_posix()) not in named])
 
 
 @contextmanager
@@ -90,10 +122,23 @@ def replace_files(folder: Path, old: Manifest, new: Manifest, files: dict[str, P
         aside.write_text(new.to_json(), encoding="utf-8")
         aside.replace(folder / MANIFEST)
     except BaseException:
-        _remove(folder, added)
-        aside.unlink(missing_ok=True)
+        if aside.exists():  # a signal may come when the new manifest is in place: then what it names has to stay
+            _remove(folder, added)
+            aside.unlink()
         raise
     _remove(folder, [name for name in old.files if name not in new.files])
+
+
+def amend_manifest(folder: Path, **fields: Any) -> Manifest:
+    """Change fields of the manifest that no file belongs to; returns the new one. Errors as in `building`.
+
+    The manifest is read anew: a measurement takes minutes, and engines may have been built in the meantime.
+    """
+    with adding(folder):  # says what is wrong with a folder that cannot be written to
+        old = read_manifest(folder)
+        new = dataclasses.replace(old, **fields)
+        replace_files(folder, old, new, {})
+    return new
 
 
 def _remove(folder: Path, names: list[str]) -> None:

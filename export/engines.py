@@ -27,13 +27,14 @@ def build_engines(folder: Path, options: Options, progress: Callable[[str], None
     that cannot be used) and DSparkError (TensorRT, the GPU or the plugin library is missing, or TensorRT refuses a
     graph).
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder)  # to refuse what cannot be built before anything is tried
     check_states(f"bundle {folder}", len(manifest.graph("target", "portable").states))
     profiles = plan_all(manifest, options)
     trt, library, capabilities = prepare(options)
     options = dataclasses.replace(options, compute_capabilities=capabilities)
     with adding(folder) as aside:
-        made = {"library": Path(shutil.copyfile(library, aside / library.name))}
+        manifest = read_manifest(folder)  # now nobody else changes it
+        made = {"library": Path(shutil.copyfile(library, aside / plugins.LIBRARY))}
         graphs = {}
         for role in ROLES:
             graph = manifest.graph(role, "portable")

@@ -34,7 +34,9 @@ def plan(manifest: Manifest, role: str, wanted: Mapping[str, Sizes], fixed_block
         columns = max(1, -(-context // max(1, ring)))  # a request's page is named as often as its rows go around
         sizes["N"] = (1, columns, columns)
         rings = {"W": ring_rows(graph, capacity, block + 1)}
-    needed = {name: largest for name, (_, _, largest) in sizes.items()} | {"T": most, "Tc": most} | rings
+    # A long prompt comes in pieces of CHUNK rows.
+    piece = max(most, min(CHUNK, manifest.profiles.max_context_len))
+    needed = {name: largest for name, (_, _, largest) in sizes.items()} | {"T": piece, "Tc": piece} | rings
     for name in sizes:
         if name not in wanted:
             continue
@@ -44,6 +46,8 @@ def plan(manifest: Manifest, role: str, wanted: Mapping[str, Sizes], fixed_block
             raise UsageError(f"{where} needs 1 <= smallest <= usual <= largest")
         if largest < needed[name]:
             raise UsageError(f"{where} gets up to {needed[name]}; the largest size must be at least that")
+        if name in ("R", "P", "N", "C", "W") and smallest > sizes[name][0]:
+            raise UsageError(f"{where} gets as few as {sizes[name][0]}; the smallest size must be at most that")
         if name == "G" and (largest > block or (fixed_block and smallest < block)):
             only = f"of exactly {block}" if fixed_block else f"of 1 to {block}"
             raise UsageError(f"{where} has blocks {only} positions with this drafter")

@@ -37,7 +37,7 @@ def plugin_library_path() -> Path:
     if named := os.environ.get(VARIABLE):
         if not Path(named).is_file():
             raise UsageError(f"{VARIABLE}: {named} is not a file; name {LIBRARY}, or unset the variable")
-        return Path(named)
+        return Path(named).absolute()  # a name without a folder would be looked up elsewhere when it is loaded
     package = Path(__file__).parent
     places = (package / LIBRARY, package.parent / "build" / "plugins" / LIBRARY)
     for place in places:

@@ -1,7 +1,8 @@
 """Open a bundle: nothing in it is used before its manifest, its paths, its sizes and its hashes are checked."""
 
 import hashlib
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from dspark.errors import UsageError
 from dspark.manifest import DRAFT_TOKENS, MANIFEST, FileEntry, Manifest, read_manifest
+from dspark.runtime.throughput import MOST_TOKENS
 
 INT32 = 2**31
 
@@ -59,10 +61,15 @@ def read_draft_tokens(bundle: Bundle) -> np.ndarray | None:
     file, size = bundle.path(DRAFT_TOKENS), bundle.manifest.drafter.draft_vocab_size
     try:
         tokens = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise UsageError(f"{file}: cannot be read ({error}); export the bundle again") from error
     vocab_size = bundle.manifest.target.vocab_size
-    if tokens.dtype != np.int64 or tokens.shape != (size,) or len(np.unique(tokens)) != size:
+    if (
+        not isinstance(tokens, np.ndarray)
+        or tokens.dtype != np.int64
+        or tokens.shape != (size,)
+        or len(np.unique(tokens)) != size
+    ):
         raise UsageError(f"{file}: is not {size} different int64 tokens; export the bundle again")
     if not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise UsageError(f"{file}: has tokens outside the vocabulary of {vocab_size}; export the bundle again")
@@ -131,6 +138,33 @@ def _check_values(manifest: Manifest, where: str) -> None:
     for claim, holds in claims.items():
         if not holds:
             raise UsageError(f"{where}: does not hold: {claim}; export the bundle again with this version")
+    for field, command, claim, holds in _measured(manifest):
+        if not holds:
+            raise UsageError(f"{where}: does not hold: {claim}; put null for {field} and run dspark {command} again")
+
+
+def _measured(manifest: Manifest) -> Iterator[tuple[str, str, str, bool]]:
+    """(field, the command that writes it, what has to hold, whether it does) of what was measured after the export."""
+    drafter, sps, calibration = manifest.drafter, manifest.sps, manifest.calibration
+    if calibration is not None:
+        wanted = "the drafter has a confidence head, and calibration.temperatures are block_size finite numbers above 0"
+        right = _positive(calibration.temperatures, drafter.block_size) and drafter.confidence.enabled
+        yield "calibration", "calibrate", wanted, right
+    if sps is not None:
+        tokens, speeds = sps.table.tokens, sps.table.steps_per_second
+        rising = all(a < b for a, b in zip((0, *tokens), (*tokens, MOST_TOKENS + 1), strict=True))
+        wanted = f"sps.table.tokens are one number or more, rising, from 1 to {MOST_TOKENS}"
+        yield "sps", "profile", wanted, bool(tokens) and rising
+        wanted = "sps.table.steps_per_second are finite numbers above 0, one for each of tokens"
+        yield "sps", "profile", wanted, _positive(speeds, len(tokens))
+        wanted = "sps.draft_ms are block_size finite numbers above 0"
+        yield "sps", "profile", wanted, _positive(sps.draft_ms, drafter.block_size)
+        wanted = "1 <= sps.context < profiles.max_context_len"
+        yield "sps", "profile", wanted, 1 <= sps.context < manifest.profiles.max_context_len
+
+
+def _positive(values: Sequence[float], count: int) -> bool:
+    return len(values) == count and all(0 < value < float("inf") for value in values)
 
 
 def _within(values: Iterable[int], least: int, end: int) -> bool:

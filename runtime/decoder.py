@@ -7,11 +7,13 @@ import numpy as np
 
 from dspark.errors import UsageError
 from dspark.manifest import Manifest
+from dspark.runtime import profile
 from dspark.runtime.bundle import Bundle, open_bundle, read_draft_tokens
 from dspark.runtime.draft import Drafter
 from dspark.runtime.engines.base import NOISE, Engine
 from dspark.runtime.engines.open import ONNXRUNTIME, check_threads, open_engines
 from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
+from dspark.runtime.throughput import SpsTable
 from dspark.runtime.tokens import Tokenizer, load_tokenizer
 from dspark.runtime.verify import DraftVocabulary
 
@@ -32,7 +34,13 @@ def load(
     bundle, limit = _open(folder, threads, max_context_len)
     target, drafter = open_engines(bundle, ("target", "drafter"), backend, limit, threads)
     tokenizer, draft_tokens = load_tokenizer(bundle), read_draft_tokens(bundle)
-    return Decoder(bundle.manifest, target, drafter, tokenizer, limit, draft_tokens)
+    decoder = Decoder(bundle.manifest, target, drafter, tokenizer, limit, draft_tokens)
+    sps, engines = bundle.manifest.sps, profile.these_engines(backend, target, drafter, threads)
+    why = profile.misfit(sps, profile.this_machine(backend), engines)
+    if sps is not None and why is None:
+        decoder.sps = SpsTable(sps.table.tokens, sps.table.steps_per_second)
+    decoder.no_sps = why and f"bundle {folder}: {why}; make one: {profile.command(folder, engines)}"
+    return decoder
 
 
 def load_drafter(
@@ -82,6 +90,10 @@ class Decoder:
         self.vocabulary = DraftVocabulary(size) if draft_tokens is None else DraftVocabulary.of(draft_tokens, known)
         # Drawn drafts need noise as an input of the drafter, and their tokens' indices to look up q.
         self.can_draw = NOISE in drafter.inputs and (draft_tokens is not None or size == known)
+        self.sps: SpsTable | None = None  # the profile of the target engine; None: not measured
+        self.no_sps: str | None = None  # why there is none for these engines on this machine, and what to do
+        calibration = manifest.calibration  # temperatures of the confidences, by position
+        self.calibration: tuple[float, ...] | None = None if calibration is None else calibration.temperatures
         self.owner: Session | None = None  # whose state the engines' caches hold
 
     def session(self) -> Session:

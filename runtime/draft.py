@@ -64,6 +64,10 @@ class Drafter:
             raise UsageError(
                 f"drafter: taps {taps.dtype} {list(taps.shape)}; give float32 [tokens, taps * hidden size]"
             )
+        width = self.engine.inputs["taps"].shape[-1]
+        if taps.shape[1] != width:
+            count = len(self.spec.target_layer_ids)
+            raise UsageError(f"drafter: taps {list(taps.shape)}; a row has {width} numbers, those of {count} layers")
         if self.observed + len(taps) > self.limit:
             raise UsageError(f"drafter: the context is full ({self.limit} tokens); start a new request")
         if self._waiting and sum(map(len, self._waiting)) + len(taps) > self.chunk:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
+
 from dspark.runtime.commit import Kind, commit
 from dspark.runtime.draft import Draft, Drafter
 from dspark.runtime.schedule import Scheduler
@@ -78,8 +80,11 @@ def decode_round(
 
     length = 0  # 2. schedule
     if proposal.tokens:
-        length = rules.scheduler.length(len(proposal.tokens), proposal.confidence)
-        length = min(length, budget, _first_stop(proposal.tokens, rules.stops))
+        confidence = None if proposal.confidence is None else proposal.confidence[None]
+        most = np.array([min(len(proposal.tokens), budget)])
+        (length,) = rules.scheduler.lengths(confidence, most).tolist()
+        # The cut looks at the drafts, so it is made when the length is chosen: no schedule may know of it before.
+        length = min(length, _first_stop(proposal.tokens, rules.stops))
 
     rules.check()
     verify_started = perf_counter()  # 3. verify

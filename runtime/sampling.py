@@ -15,7 +15,8 @@ LogitProcessor = Callable[[Sequence[int], np.ndarray], np.ndarray]
 every mode: it may keep state. The logits may be changed in place."""
 
 
-COLDEST = 1e-6  # the least temperature above 0: logits over it are still numbers in fp32
+COLDEST = 1e-4  # the least temperature above 0: over it, logits in fp32 leave noise its last digits
+HOTTEST = MOST_PENALTY = 1e6  # beyond it fp32 has nothing left to tell
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,21 @@ class Sampling:
             if not math.isfinite(getattr(self, field.name)):
                 raise UsageError(f"{_words(field.name)} {getattr(self, field.name)}: must be a finite number")
         for name, holds, rule in (
-            ("temperature", self.temperature == 0 or self.temperature >= COLDEST, f"0 (greedy) or {COLDEST:g} or more"),
+            (
+                "temperature",
+                self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+                f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}",
+            ),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, and 1 (all tokens) at most"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (all tokens) to 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is none"),
+            (
+                "repetition_penalty",
+                1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
+                f"from {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}; 1 is none",
+            ),
+            ("presence_penalty", abs(self.presence_penalty) <= MOST_PENALTY, f"at most {MOST_PENALTY:g} in size"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MOST_PENALTY, f"at most {MOST_PENALTY:g} in size"),
         ):
             if not holds:
                 raise UsageError(f"{_words(name)} {getattr(self, name):g}: must be {rule}")

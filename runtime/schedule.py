@@ -4,18 +4,27 @@ Whether token k is verified may depend on confidences up to c_k, never on token 
 drawn, which is what keeps sampled output exact.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from dspark.errors import UsageError
+from dspark.runtime.throughput import PROFILE, SpsTable, Throughput, ThroughputAsync, ThroughputGlobal
 
 
 class Scheduler(Protocol):
     reads_confidence: bool  # False: the confidences need not leave the engine
 
-    def length(self, drafted: int, confidence: np.ndarray | None) -> int:
-        """How many of `drafted` tokens to verify (0..drafted); confidence fp32 [drafted] where it was read."""
+    def lengths(
+        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+    ) -> np.ndarray:
+        """How many drafts of each of R requests to verify, int [R], 0..drafted.
+
+        confidence fp32 [R, G], where it was read. drafted int [R]: how many of the G there are room and drafts for;
+        never by what the drafts are: a draft is cut after a stop token when the lengths are chosen. requests int [R]:
+        a number for each request, the same in all its steps and never another's; None: it is the only one.
+        """
         ...
 
 
@@ -24,7 +33,9 @@ class FullBlock:
 
     reads_confidence = False
 
-    def length(self, drafted: int, confidence: np.ndarray | None) -> int:
+    def lengths(
+        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+    ) -> np.ndarray:
         return drafted
 
 
@@ -38,40 +49,69 @@ class Threshold:
         self.threshold = threshold
         self.least = least
 
-    def length(self, drafted: int, confidence: np.ndarray | None) -> int:
+    def lengths(
+        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+    ) -> np.ndarray:
         assert confidence is not None
-        below = ~(confidence >= self.threshold)  # spelled so that NaN counts as 0
-        below[: self.least] = False
-        return int(below.argmax()) if below.any() else drafted
+        sure = confidence >= self.threshold  # NaN counts as 0
+        sure[:, : self.least] = True
+        return np.minimum(np.logical_and.accumulate(sure, axis=1).sum(axis=1), drafted)
 
 
-SCHEDULERS = ("off", "threshold")
+THROUGHPUT: dict[str, type[Throughput]] = {
+    "throughput": Throughput,
+    "throughput-async": ThroughputAsync,
+    "throughput-global": ThroughputGlobal,
+}
+SCHEDULERS = ("off", "threshold", *THROUGHPUT)
 GATE = Threshold(0.8, least=2)  # the default for drafts that are judged by chance: more of them are rejected
 
 
-def make_scheduler(name: str | None, threshold: float | None, has_confidence: bool, drawn: bool = False) -> Scheduler:
+def make_scheduler(
+    name: str | None,
+    threshold: float | None,
+    has_confidence: bool,
+    rule: str = "greedy",
+    sps: SpsTable | None = None,
+    temperatures: Sequence[float] | None = None,
+    no_sps: str | None = None,
+) -> Scheduler:
     """The scheduler for the options of a request; UsageError for options that contradict each other or the drafter.
 
-    name None: `threshold` if a threshold is given, else GATE where drafts are judged by chance (`drawn`) and the
-    drafter has confidences, else `off`. A threshold of 0 is the full block.
+    name None: `threshold` if a threshold is given, else GATE where drafts are judged by chance and the drafter has
+    confidences, else `off`. A threshold of 0 is the full block. rule: greedy (temperature 0), or the sampling rule.
+    sps and temperatures, for the throughput schedulers alone: the bundle's profile and its calibration by position.
+    no_sps: why there is no profile, and what to do.
     """
-    if name is None and threshold is None and drawn and has_confidence:
+    if name is None and threshold is None and rule in ("exact", "coupled") and has_confidence:
         return GATE
     if name is None:
         name = "off" if threshold is None else "threshold"
     if name not in SCHEDULERS:
         raise UsageError(f"scheduler {name!r}: choose one of {', '.join(SCHEDULERS)}")
-    if name == "off":
+    if name != "threshold":
         if threshold:
-            raise UsageError(f"confidence threshold {threshold:g} with scheduler off: drop one of the two")
-        return FullBlock()
-    if threshold is None or not 0 <= threshold <= 1:
+            raise UsageError(f"confidence threshold {threshold:g} with scheduler {name}: drop one of the two")
+        if name == "off":
+            return FullBlock()
+    elif threshold is None or not 0 <= threshold <= 1:
         raise UsageError(f"confidence threshold {threshold}: scheduler threshold needs one from 0 to 1")
-    if threshold == 0:
+    elif threshold == 0:
         return FullBlock()
     if not has_confidence:
-        raise UsageError("scheduler threshold: this drafter has no confidence head; use scheduler off")
-    return Threshold(threshold)
+        raise UsageError(f"scheduler {name}: this drafter has no confidence head; use scheduler off")
+    if name == "threshold":
+        assert threshold is not None
+        return Threshold(threshold)
+    if name == "throughput-global" and rule not in ("coupled", "greedy"):
+        raise UsageError(
+            f"scheduler {name} with sampling {rule}: it looks at the drafts that it admits, which changes the"
+            " distribution; use throughput or throughput-async, or sampling coupled"
+        )
+    if sps is None:
+        why = no_sps or f"nobody measured this bundle's speed on this machine; {PROFILE}"
+        raise UsageError(f"scheduler {name}: {why}")
+    return THROUGHPUT[name](sps, temperatures)
 
 
 class Pausing:
@@ -101,6 +141,6 @@ class Pausing:
         if self.least is None or len(self._rounds) < self.WINDOW:
             return
         shown, kept = (sum(column) for column in zip(*self._rounds, strict=True))
-        if kept < self.least * shown or not shown:
+        if kept < self.least * shown or (not shown and self.least > 0):
             self._rounds, self._left = [], self.PAUSE
             self.pauses += 1

@@ -9,6 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ class Options(Sampling):
     draft_temperature: float | None = None  # drafts are drawn at it, 0: they are argmaxes; None: the rule's own
     seed: int | None = None  # of the random numbers, 0 to 2**64 - 1; None: a fresh one, which the generation tells
     request: int = 0  # tells requests of one seed apart
-    scheduler: str | None = None  # off | threshold; None: see `make_scheduler`
+    scheduler: str | None = None  # one of SCHEDULERS; None: see `make_scheduler`
     confidence_threshold: float | None = None  # verify up to the first draft with less confidence; 0: all
     pause_below: float | None = None  # pause drafting while the accept rate is lower; None: never
     draft_len: int | None = None  # drafts per round, 1..block_size; None: the bundle's default
@@ -107,6 +108,31 @@ class _Turn:
     seed: int | None
 
 
+def _check_chunk(size: int) -> None:
+    if size < 1:
+        raise UsageError(f"prefill chunk {size}: must be at least 1 token")
+
+
+_INTEGERS = ("top_k", "max_new_tokens", "seed", "request", "draft_len", "logprobs", "prefill_chunk")
+_LISTS = ("stop_token_ids", "stop", "logit_processors")
+_NUMBERS = ("draft_temperature", "confidence_threshold", "pause_below")
+
+
+def _check_types(options: Options) -> None:
+    """UsageError for what is no number where one has to be, or no list."""
+    names = (*_NUMBERS, *(field.name for field in dataclasses.fields(Sampling)))
+    for name in (*_INTEGERS, *names):
+        value, kind = getattr(options, name), Integral if name in _INTEGERS else Real
+        optional = name in (*_NUMBERS, "seed", "draft_len", "logprobs")
+        if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and optional)):
+            wanted = "an integer" if kind is Integral else "a number"
+            raise UsageError(f"{name.replace('_', ' ')} {value!r}: must be {wanted}")
+    for name in _LISTS:
+        value = getattr(options, name)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise UsageError(f"{name.replace('_', ' ')} {value!r}: must be a list")
+
+
 class Session:
     """One conversation on a decoder. Its engines have room for one: another session's turn takes their caches, and
     this one then prefills its tokens again."""
@@ -156,6 +182,7 @@ class Session:
 
     def next_logits(self, prompt: Prompt, prefill_chunk: int = CHUNK) -> np.ndarray:
         """Continue the conversation by `prompt` without an answer: the target's next-token logits, fp32 [V]."""
+        _check_chunk(prefill_chunk)
         kept, added = self._encode(prompt)
         self._turns += 1
         self._claim()
@@ -181,13 +208,13 @@ class Session:
     def _prepare(self, options: Options, kept: int, added: list[int]) -> _Turn:
         """Check the options, and make of them what the rounds need."""
         drafter = self.decoder.manifest.drafter
+        _check_types(options)
         options.check()
         if options.mode not in MODES:
             raise UsageError(f"mode {options.mode!r}: choose one of {', '.join(MODES)}")
         if options.max_new_tokens < 1:
             raise UsageError(f"max new tokens {options.max_new_tokens}: must be at least 1")
-        if options.prefill_chunk < 1:
-            raise UsageError(f"prefill chunk {options.prefill_chunk}: must be at least 1 token")
+        _check_chunk(options.prefill_chunk)
         if options.logprobs is not None and not 0 <= options.logprobs <= self.decoder.manifest.target.vocab_size:
             raise UsageError(f"logprobs {options.logprobs}: must be from 0 to the size of the vocabulary")
         draft_len = self.decoder.manifest.profiles.draft_len if options.draft_len is None else options.draft_len
@@ -196,11 +223,16 @@ class Session:
             raise UsageError(f"draft length {draft_len}: this drafter takes 1 to {drafter.block_size}{hint}")
         rule = DEFAULT_RULE if options.sampling is None else options.sampling
         drawn = options.temperature > 0
-        by_chance = drawn and rule != "opportunistic"
         scheduler = make_scheduler(
-            options.scheduler, options.confidence_threshold, drafter.confidence.enabled, by_chance
+            options.scheduler,
+            options.confidence_threshold,
+            drafter.confidence.enabled,
+            rule if drawn else "greedy",
+            self.decoder.sps,
+            self.decoder.calibration,
+            self.decoder.no_sps,
         )
-        seed = fresh_seed() if options.seed is None else options.seed
+        seed = fresh_seed() if options.seed is None else int(options.seed)
         tokens = self.tokens[:kept] + added
         stops = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else self.decoder.stops)
         ending = self._ending(options, stops)
@@ -250,7 +282,7 @@ class Session:
         for token in options.stop_token_ids:
             if not 0 <= token < size:
                 raise UsageError(f"stop token {token}: the vocabulary has 0 to {size - 1}")
-        if isinstance(options.stop, str) or not all(isinstance(text, str) and text for text in options.stop):
+        if not all(isinstance(text, str) and text for text in options.stop):
             raise UsageError(f"stop {options.stop!r}: give a list of texts that are not empty")
         if options.stop and tokenizer is None:
             raise UsageError("this bundle has no tokenizer: stop texts cannot be found, give stop token ids instead")

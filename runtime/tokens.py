@@ -112,6 +112,7 @@ class Ending:
         """The text that became certain. last=True gives out what was held back: the answer has ended."""
         if last and self._text is not None and not self._cut():
             self._held += self._text.push([], last=True)
+            self._cut()
         keep = 0 if last else max((_overlap(self._held, string) for string in self._strings), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark.errors import UsageError
 from dspark.runtime.draft import Draft
 from dspark.runtime.engines.base import Rows, join_rows
 from dspark.runtime.random import ACCEPT, COUPLED, DRAFT, TARGET, Streams, TokenBlocks
@@ -61,7 +62,7 @@ def verify(
     first = target.length + 1  # position of the token after the anchor
     if stepwise:
         try:
-            return _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps)
+            return _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps, check)
         except BaseException:
             target.truncate(first - 1)  # rows of tokens that nobody gets
             raise
@@ -75,11 +76,18 @@ def verify(
     return Verdict(length, k + same, None if same else token, forward.taps)
 
 
-def _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps) -> Verdict:
+def _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps, check) -> Verdict:
     # As in plain decoding the last token has no row yet, a draft that ends the text included: it counts as the extra.
     token, rows = anchor, []
     for k, draft in enumerate(drafts):
         forward = target.forward([token], np.zeros(1, np.int64), taps=taps)
+        try:
+            check()
+        except BaseException:
+            if k == 0:
+                raise
+            k -= 1  # what was decided stays; this forward is void
+            break
         if forward.taps is not None:
             rows.append(forward.taps.copy())
         token = judge.choose(forward.logits[0], target.length + 1, draft, _logits(proposal, k, draft))
@@ -91,6 +99,14 @@ def _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps) -> Ver
 
 def _logits(proposal: Draft, k: int, draft: int | None) -> np.ndarray | None:
     return None if proposal.logits is None or draft is None else proposal.logits[k]
+
+
+def _checked(row: object, shape: tuple[int, ...]) -> np.ndarray:
+    """What a logit processor returned; UsageError where that is no row of logits."""
+    if not isinstance(row, np.ndarray) or row.shape != shape or row.dtype.kind != "f":
+        found = f"{row.dtype} {list(row.shape)}" if isinstance(row, np.ndarray) else type(row).__name__
+        raise UsageError(f"a logit processor returned {found}: it must return the logits, floats {list(shape)}")
+    return row
 
 
 class Draws:
@@ -201,7 +217,7 @@ class Judge:
         """
         row = logits.copy() if self._processors else logits
         for process in self._processors:
-            row = process(self._tokens, row)
+            row = _checked(process(self._tokens, row), logits.shape)
         token = self._next(row, position, draft, draft_logits)
         self._tokens.append(token)
         if self._keep is not None:
@@ -225,6 +241,8 @@ class Judge:
             q, weights = 1.0, (law.tokens == draft).astype(np.float64)
         else:
             index = draft if self.vocabulary.indices is None else int(self.vocabulary.indices[draft])
+            if index < 0:  # no token of the drafter's: nobody knows what it was drawn from
+                return self.draws.token(law, position)
             indices = law.tokens if self.vocabulary.indices is None else self.vocabulary.indices[law.tokens]
             scaled = draft_logits / draft_logits.dtype.type(self.draft_temperature)
             scaled -= scaled.max()

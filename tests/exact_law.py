@@ -14,7 +14,7 @@ from functools import cache
 from unittest import mock
 
 import numpy as np
-from fakes import FakeDrafter, FakeTarget, Language, fake_manifest
+from fakes import TAP_WIDTH, FakeDrafter, FakeTarget, Language, fake_manifest
 from races import Weights, race_odds
 
 from dspark.runtime import Decoder, session
@@ -144,7 +144,8 @@ class TableTarget(FakeTarget):
         self.cache[length : length + len(tokens)] = tokens
         ends = [length + row + 1 for row in inputs["logit_rows"].tolist()]
         logits = [self.tables.logits(0, tuple(self.cache[:end]), self.size) for end in ends]
-        return {"logits": np.array(logits), "taps": np.array(tokens, np.float32)[:, None]}
+        taps = np.repeat(np.array(tokens, np.float32)[:, None], TAP_WIDTH, axis=1)
+        return {"logits": np.array(logits), "taps": taps}
 
 
 class TableDrafter(FakeDrafter):
@@ -319,6 +320,6 @@ class ByTheRoundBefore:
     def __init__(self):
         self.last = 1.0
 
-    def length(self, drafted, confidence):
-        before, self.last = self.last, confidence[-1]
-        return drafted if before >= 0.5 else 0
+    def lengths(self, confidence, drafted):
+        before, self.last = self.last, confidence[0, -1]
+        return drafted if before >= 0.5 else 0 * drafted

@@ -91,7 +91,10 @@ class FakeDrafter:
 
     def __init__(self, language: Language, capacity: int, policy: Policy, confidence: Callable | None = None):
         self.language = language
-        self.inputs = ("tokens", "noise", "temperature")
+        self.inputs = {
+            "taps": m.Tensor("taps", "float32", ("Tc", TAP_WIDTH)),
+            "noise": m.Tensor("noise", "float32", ("R", "G", VOCAB)),
+        }
         self.capacity = capacity
         self.owner: object = None
         self.policy = policy

@@ -9,7 +9,7 @@ import numpy as np
 from dspark.errors import DSparkError, UsageError
 from dspark.runtime import Decoder, Generation
 from dspark.runtime.random import COUPLED, Streams
-from dspark.runtime.sampling import Sampling, law_of
+from dspark.runtime.sampling import Penalties, Sampling, law_of
 from dspark.tools import prompts as disk
 
 PLAIN = "plain"
@@ -46,7 +46,7 @@ class Difference:
     prompt: str
     setting: str
     position: int  # of the first token that differs, in the answer
-    gap: float  # between the two largest logits there
+    gap: float | None  # between the two largest logits there; None: there is no second
     near_tie: bool
 
 
@@ -109,23 +109,32 @@ def compare(decoder: Decoder, runs: Sequence[Run]) -> list[Difference]:
         shorter = min(len(ours), len(reference))
         position = next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
         tokens = [*run.prompt.tokens, *reference[:position]]
-        gap = _gap(decoder.session().next_logits(tokens), len(tokens), plain[run.prompt.id].setting.options)
-        differences.append(Difference(run.prompt.id, run.setting.name, position, gap, gap < NEAR_TIE))
+        options = plain[run.prompt.id].setting.options
+        gap = _gap(decoder.session().next_logits(tokens), tokens, len(run.prompt.tokens), options)
+        # What tokens race by at a low temperature are logits magnified by it, rounding included.
+        near_tie = gap is not None and gap < NEAR_TIE * max(1, 1 / (options.get("temperature") or 1))
+        differences.append(Difference(run.prompt.id, run.setting.name, position, gap, near_tie))
     return differences
 
 
-def _gap(logits: np.ndarray, position: int, options: dict) -> float:
-    """How far the chosen token is ahead of the second: in logits, or in what they race by at a temperature above 0."""
+def _gap(logits: np.ndarray, tokens: Sequence[int], prompt: int, options: dict) -> float | None:
+    """How far the chosen token after `tokens` is ahead of the second: in logits, or in what they race by at a
+    temperature above 0. None: there is no second. prompt: how many of the tokens are not the answer's."""
+    sampling = Sampling(**{f.name: options[f.name] for f in dataclasses.fields(Sampling) if f.name in options})
     scores = logits
-    if options.get("temperature"):
-        sampling = Sampling(**{f.name: options[f.name] for f in dataclasses.fields(Sampling) if f.name in options})
-        law = law_of(logits, sampling)
-        noise = Streams(options["seed"]).gumbel(COUPLED, position, len(logits))
-        scores = np.log(law.p) + noise[law.tokens]
-    if len(scores) == 1:
-        return float("inf")
-    second, first = np.partition(scores, -2)[-2:]
-    return float(first - second)
+    if Penalties.wanted(sampling):
+        scores = Penalties(sampling, tokens[:prompt])(tokens, logits.copy())
+    if sampling.temperature:
+        law = law_of(scores, sampling)
+        noise = Streams(options["seed"]).gumbel(COUPLED, len(tokens), len(logits))
+        with np.errstate(divide="ignore"):
+            scores = np.log(law.p) + noise[law.tokens]
+    scores = np.sort(scores[np.isfinite(scores)])[-2:]
+    return float(scores[1] - scores[0]) if len(scores) == 2 else None
+
+
+def short(gap: float | None) -> str:
+    return "none" if gap is None else f"{gap:.2g}"
 
 
 def comparisons(runs: Sequence[Run], differences: Sequence[Difference]) -> list[dict]:
@@ -166,7 +175,9 @@ def report(decoder: Decoder, runs: Sequence[Run]) -> dict:
     differences = compare(decoder, runs)
     for d in differences:
         reason = "a near-tie" if d.near_tie else "NOT a near-tie: a fault"
-        warnings.append(f"{d.prompt}, {d.setting}: differs from plain at token {d.position}, gap {d.gap:.2g}, {reason}")
+        warnings.append(
+            f"{d.prompt}, {d.setting}: differs from plain at token {d.position}, gap {short(d.gap)}, {reason}"
+        )
     names = dict.fromkeys(run.setting.name for run in runs)
     kinds = ["all", *dict.fromkeys(run.prompt.kind for run in runs)]
     settings: dict[str, dict] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, UsageError
 from dspark.export import parity
 from dspark.export.parity_replay import Arrays, committed_alone, drafter_feeds, replay, target_feeds
 from dspark.export.parity_script import Step, Turn, script
@@ -55,6 +55,8 @@ def verify(
     turns = sorted((turn for step in steps for turn in step), key=lambda turn: turn.request)
     limit = bundle.manifest.profiles.max_context_len
     turns = [turn for turn in turns if turn.length + len(turn.tokens) <= limit]
+    if not turns:
+        raise UsageError(f"nothing can be compared within {limit} tokens: export it with a larger --max-context-len")
     graphs, skipped = [], {}
     for backend in backends:
         progress(f"comparing {backend}")

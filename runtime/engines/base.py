@@ -1,12 +1,12 @@
 """What the stages ask of an engine. A backend is one class with these members; the stages know nothing else of it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
 
-from dspark.manifest import CachePair, Graph, ring_rows
+from dspark.manifest import CachePair, Graph, Tensor, ring_rows
 
 # The one input that may be left out of a run: where no temperature is above 0 no engine reads it. It is as large as the
 # draft logits, so a greedy draft makes none, copies none and uploads none: the engine binds memory that nobody wrote.
@@ -77,10 +77,12 @@ class Engine(Protocol):
     slots: int  # after how many of a run's last rows `keep` can find the states; 0: there are none, only caches
     owner: object  # whose rows the caches hold; set and compared by those who run the engine
     seconds: float  # wall time spent inside runs so far: what is left of a round is the host's own work
+    version: str  # of the library that runs it
+    sha256: str  # of its graph or engine: with the version, what a measurement of it holds for
 
     @property
-    def inputs(self) -> Collection[str]:
-        """Names of what the graph takes, caches left out."""
+    def inputs(self) -> Mapping[str, Tensor]:
+        """What the graph takes by name, caches left out."""
         ...
 
     def run(self, inputs: Mapping[str, Any], fetch: Sequence[str]) -> dict[str, Any]:

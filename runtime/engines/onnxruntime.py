@@ -53,6 +53,7 @@ class OnnxRuntimeEngine:
         self.slots = self.graph.slots
         self.owner: object = None
         self.seconds = 0.0
+        self.version, self.sha256 = ort.__version__, bundle.manifest.files[self.graph.file].sha256
         try:
             # Zeroed memory of this size comes from the system untouched: rows cost memory when they are first written.
             self.caches = {

@@ -46,6 +46,7 @@ class TensorRTEngine:
         self.slots = 0  # no plugin, no engine for recurrent layers
         self.owner: object = None
         self.seconds = 0.0
+        self.version, self.sha256 = trt.__version__, self.built.sha256
         library = next(p.file for p in bundle.manifest.plugins if p.sha256 == self.built.plugins)
         plugins.register(trt, bundle.path(library))
         self._trt = trt

@@ -104,7 +104,7 @@ def test_no_part_begins_when_the_time_is_over(tmp_path):
     report = Report(tmp_path / "report.json", {}, seconds=1)
     assert not report.part("late", 60, lambda seconds: pytest.fail("it began"))
     assert saved(report)["parts"]["late"]["why"] == "no time left"
-    assert report.exit_code() == 0
+    assert report.exit_code() == 1, "nothing was checked"
 
 
 def test_a_command_at_its_limit_is_ended_with_its_children(tmp_path):

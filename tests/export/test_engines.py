@@ -66,11 +66,14 @@ class TestProfiles:
         [
             ("target", "T", (2, 1, 600), ["--profile T=2:1:600", "'tokens'", "smallest <= usual"]),
             ("target", "T", (0, 1, 600), ["'tokens'", "1 <= smallest"]),
-            ("target", "T", (1, 2, 3), ["'tokens'", "up to 6"]),
+            ("target", "T", (1, 2, 3), ["'tokens'", "up to 512"]),
+            ("target", "R", (2, 2, 2), ["'length'", "as few as 1"]),
+            ("target", "N", (5, 5, 5), ["'pages'", "as few as 1"]),
+            ("target", "C", (600, 600, 600), ["'key_cache.0'", "as few as 6"]),
             ("target", "L", (1, 2, 3), ["'logit_rows'", "up to 6"]),
             ("target", "C", (1, 100, 200), ["'key_cache.0'", "up to 517"]),
             ("drafter", "G", (1, 5, 9), ["'tokens'", "of 1 to 5"]),
-            ("drafter", "Tc", (1, 2, 3), ["'taps'", "up to 6"]),
+            ("drafter", "Tc", (1, 2, 3), ["'taps'", "up to 512"]),
         ],
     )
     def test_wrong_sizes_name_the_input(self, made, role, name, sizes, words):

@@ -11,6 +11,17 @@ from dspark.errors import UsageError
 from dspark.manifest import FileEntry
 from dspark.runtime.bundle import open_bundle
 
+CALIBRATION = {"temperatures": [1.5, 1, 0.5, 2, 1.0], "rounds": 900, "prompts": 10, "temperature": 0}
+SPS = {
+    "table": {"tokens": [1, 2], "steps_per_second": [20, 12.5]},
+    "draft_ms": [1, 2, 3, 4, 5],
+    "context": 50,
+    "repeats": 9,
+    "machine": {"name": "CPU", "cores": 2},
+    "engine": {"backend": "onnxruntime", "version": "1", "files": {}, "threads": None},
+    "when": "2026-01-01T00:00:00+00:00",
+}
+
 
 @pytest.fixture(params=["bundle", "größe mit leer"])
 def folder(tmp_path, request):
@@ -59,6 +70,14 @@ def test_a_good_bundle(folder, monkeypatch):
     assert bundle.path("onnx/weights.data").read_bytes() == b"weights"
     with pytest.raises(KeyError):
         bundle.path("manifest.json")
+
+
+def test_a_calibration_and_a_profile(folder):
+    change(folder, calibration=CALIBRATION, sps=SPS)
+    manifest = open_bundle(folder).manifest
+    assert manifest.calibration.temperatures == (1.5, 1, 0.5, 2, 1) and manifest.sps.table.tokens == (1, 2)
+    assert all(type(t) is float for t in (*manifest.calibration.temperatures, *manifest.sps.draft_ms))
+    assert manifest.sps.machine.cores == 2 and manifest.sps.engine.threads is None
 
 
 def test_tampered_file(folder):
@@ -148,6 +167,21 @@ STATE = {"input": "a", "output": "b", "dtype": "float32", "shape": [4, 8], "slot
         ({"io": [GRAPH | {"inputs": [{"name": "x", "dtype": "int64", "shape": [-1]}]}]}, "shapes"),
         ({"io": [GRAPH | {"inputs": [{"name": "x", "dtype": "int64", "shape": [True]}]}]}, "shape[0]"),
         ({"parity": "parity.json"}, "'parity.json' is not in files"),
+        ({"calibration": CALIBRATION | {"temperatures": [1.0] * 4}}, "temperatures are block_size"),
+        ({"calibration": CALIBRATION | {"temperatures": [1.0] * 4 + [0]}}, "above 0"),
+        ({"calibration": CALIBRATION | {"temperatures": [1.0] * 4 + [10**400]}}, "temperatures"),
+        ({"calibration": CALIBRATION | {"temperatures": "1"}}, "calibration.temperatures: expected a list"),
+        ({"calibration": CALIBRATION, "drafter__confidence__enabled": False}, "has a confidence head"),
+        ({"calibration": [1.0]}, "calibration: expected Calibration or NoneType, found list"),
+        ({"sps": {}}, "'sps.table' is missing"),
+        ({"sps": SPS | {"table": {"tokens": [], "steps_per_second": []}}}, "sps.table.tokens"),
+        ({"sps": SPS | {"table": {"tokens": [0, 2], "steps_per_second": [2, 1]}}}, "sps.table.tokens"),
+        ({"sps": SPS | {"table": {"tokens": [2, 2], "steps_per_second": [2, 1]}}}, "sps.table.tokens"),
+        ({"sps": SPS | {"table": {"tokens": [1, 2**40], "steps_per_second": [2, 1]}}}, "sps.table.tokens"),
+        ({"sps": SPS | {"table": {"tokens": [1, 2], "steps_per_second": [2, -1]}}}, "steps_per_second"),
+        ({"sps": SPS | {"table": {"tokens": [1, 2], "steps_per_second": [2]}}}, "steps_per_second"),
+        ({"sps": SPS | {"draft_ms": [1.0]}}, "sps.draft_ms are block_size"),
+        ({"sps": SPS | {"context": 200}}, "put null for sps and run dspark profile again"),
         ({"calibration": json.loads('{"a":' * 80 + "1" + "}" * 80)}, "nested too deeply"),
         ({"target__max_position_embeddings": float("nan")}, "NaN is no JSON"),
     ],

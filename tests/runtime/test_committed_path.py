@@ -5,7 +5,7 @@ import pytest
 from answers import MODES, PROMPT, Calm
 from fakes import VOCAB, FakeTarget, Language, fake_decoder, right_for
 
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, UsageError
 
 BLOCK, NEW = 4, 40
 GREEDY = {name: MODES[name] for name in ("greedy", "plain", "strict")}
@@ -219,3 +219,17 @@ def test_greedy_on_an_exported_pair(pairs, pair):
                 assert [p for _, p in ours.top] == pytest.approx([p for _, p in theirs.top], abs=1e-5)
         if name == "none":
             assert results["speculative"].stats.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda tokens, logits: logits[:10], r"returned float32 \[10\]: it must return the logits, floats \[40\]"),
+        (lambda tokens, logits: None, "returned NoneType"),
+        (lambda tokens, logits: logits.astype(int), r"returned int64 \[40\]"),
+        (lambda tokens, logits: logits.tolist(), "returned list"),
+    ],
+)
+def test_a_processor_that_returns_no_logits(wrong, words):
+    with pytest.raises(UsageError, match=words):
+        fake_decoder(Calm(9)).generate(PROMPT, max_new_tokens=5, logit_processors=[wrong])

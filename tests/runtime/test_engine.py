@@ -67,7 +67,7 @@ class Oracle:
 
     def __init__(self, text, real):
         self.text, self.real = text, real
-        self.capacity, self.seconds, self.owner = real.capacity, 0.0, None
+        self.inputs, self.capacity, self.seconds, self.owner = real.inputs, real.capacity, 0.0, None
 
     def run(self, inputs, fetch):
         results = self.real.run(inputs, fetch)

@@ -151,11 +151,10 @@ def test_states_cannot_be_truncated(bundle):
 class Forced:
     """A drafter engine that knows the text, and is right for count(position of the anchor) tokens."""
 
-    inputs = ("tokens",)
     capacity, seconds, owner, slots, most_rows = 10**6, 0.0, None, 0, None
 
-    def __init__(self, text, count):
-        self.text, self.count = text, count
+    def __init__(self, inputs, text, count):
+        self.inputs, self.text, self.count = inputs, text, count
 
     def run(self, inputs, fetch):
         positions = (inputs["positions"][0] + 1).tolist()
@@ -189,7 +188,7 @@ PATTERNS |= {"mixed": lambda: mixed(1)}
 
 def forced(bundle, text, count):
     decoder = load(bundle, threads=1)
-    decoder.drafter_engine = Forced([*text, *[0] * BLOCK], count)
+    decoder.drafter_engine = Forced(decoder.drafter_engine.inputs, [*text, *[0] * BLOCK], count)
     decoder.target_engine = Counting(decoder.target_engine)
     return decoder
 

@@ -5,7 +5,7 @@ import pytest
 from fakes import Language, fake_decoder
 
 from dspark.errors import UsageError
-from dspark.runtime.schedule import FullBlock, Threshold, make_scheduler
+from dspark.runtime.schedule import GATE, FullBlock, Threshold, make_scheduler
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,14 @@ from dspark.runtime.schedule import FullBlock, Threshold, make_scheduler
     ],
 )
 def test_threshold_stops_at_the_first_doubtful_token(confidence, length):
-    assert Threshold(0.5).length(len(confidence), np.array(confidence, np.float32)) == length
+    rows, drafted = np.array([confidence, confidence], np.float32), np.array([len(confidence), 1])
+    assert Threshold(0.5).lengths(rows, drafted).tolist() == [length, min(length, 1)]
+
+
+def test_the_gate_shows_two_drafts_whatever_their_confidence():
+    rows = np.array([[0.1, 0.1, 0.9, 0.9, 0.7], [0.9, math.nan, 0.7, 0.9, 0.9]], np.float32)
+    assert GATE.lengths(rows, np.array([5, 5])).tolist() == [4, 2]
+    assert GATE.lengths(rows[:, :1], np.array([1, 0])).tolist() == [1, 0]
 
 
 def test_threshold_zero_is_the_full_block_and_reads_no_confidence():

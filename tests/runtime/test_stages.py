@@ -162,7 +162,7 @@ def test_drafter_refuses_wrong_noise(options, message):
 def test_a_bundle_without_noise_drafts_greedily():
     language = Language()
     drafter, target = make_drafter(language), ElsewhereTarget(language)
-    drafter.engine.inputs = ("tokens",)
+    del drafter.engine.inputs["noise"]
     drafter.propose(7, target.commit([1, 2]))
     with pytest.raises(UsageError, match="exported without noise.*export it again"):
         drafter.propose(7, target.commit([7]), temperature=1.0, noise=np.zeros((4, VOCAB), np.float32))
@@ -178,3 +178,5 @@ def test_drafter_refuses_what_it_cannot_hold_or_lacks():
         drafter.observe(target.commit([1, 2, 3]))
     drafter.reset()
     assert drafter.observed == 0
+    with pytest.raises(UsageError, match=r"taps \[2, 4\]; a row has 3 numbers, those of 1 layers"):
+        drafter.observe(np.zeros((2, 4), np.float32))

@@ -1,3 +1,4 @@
+import argparse
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ from dspark.runtime.random import COUPLED, Streams
 from dspark.tools import measure as m
 from dspark.tools import prompts as disk
 from dspark.tools.cli import main
+from dspark.tools.commands import bench
 
 SETTINGS = [
     m.Setting(m.PLAIN, {"mode": "plain"}),
@@ -59,6 +61,17 @@ def test_nothing_drafted_is_no_benchmark():
     decoder, runs = measured(language, None, count=1)
     with pytest.raises(DSparkError, match="nothing was drafted"):
         m.report(decoder, runs)
+
+
+def test_schedulers_are_settings(pairs, capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--scheduler", "throughput", "--scheduler", "throughput-async"]
+    names = {s.name: s.options.get("scheduler") for s in bench._settings(parser.parse_args(argv), {})}
+    more = {name: name for name in ("throughput", "throughput-async")}
+    capsys.readouterr()
+    assert names == {"plain": None, "full block": "off", **more}
+    failed(capsys, [*argv, "--limit", "1"], 2, "scheduler throughput", "dspark profile")
 
 
 @pytest.mark.parametrize("gap", [1.0, 1e-5])
@@ -156,11 +169,13 @@ def test_command_with_sampling(pairs, capsys, tmp_path):
 @pytest.mark.parametrize("gap", [1.0, 1e-5])
 def test_gap_of_a_race(gap):
     """At a temperature above 0 the best two scores of the race are compared, and not the logits."""
-    noise = Streams(3).gumbel(COUPLED, 7, 5)
+    noise, tokens = Streams(3).gumbel(COUPLED, 7, 5), [0] * 7
     logits = 2 * (np.array([0, 1, 1 - gap, -9, -9]) - noise)  # scores: 0, 1, 1 - gap
-    found = m._gap(logits, 7, {"temperature": 2.0, "seed": 3})
+    found = m._gap(logits, tokens, 7, {"temperature": 2.0, "seed": 3})
     assert found == pytest.approx(gap, abs=1e-9)
-    assert m._gap(logits, 7, {"temperature": 2.0, "seed": 3, "top_k": 1}) == float("inf")
+    assert m._gap(logits, tokens, 7, {"temperature": 2.0, "seed": 3, "top_k": 1}) is None, "there is no second"
+    penalised = m._gap(np.array([9.0, 8.0, 7.5, 0, 0]), [1, 0, 0], 1, {"presence_penalty": 4.0})
+    assert penalised == 0.5, "token 0 was said, and is at 5"
 
 
 def test_command_refuses_a_report_without_drafts(pairs, capsys, tmp_path):

@@ -12,7 +12,7 @@ from command_line import failed
 
 from dspark.tools.cli import build_parser, main
 
-COMMANDS = ("bench", "build", "doctor", "generate", "inspect", "train", "verify")
+COMMANDS = ("bench", "build", "calibrate", "doctor", "generate", "inspect", "profile", "train", "verify")
 
 
 def test_help_needs_nothing_but_python():
@@ -37,7 +37,8 @@ for argv in [["--help"], ["--version"], *([name, "--help"] for name in {COMMANDS
 def test_every_command_takes_json():
     for name in COMMANDS:
         bundle = [] if name in ("doctor", "train") else ["x"]
-        prompt = {"generate": ["--prompt", "x"], "build": ["--backend", "tensorrt"]}.get(name, [])
+        needed = {"generate": ["--prompt", "x"], "build": ["--backend", "tensorrt"], "calibrate": ["--prompts", "x"]}
+        prompt = needed.get(name, [])
         if name != "train":
             assert build_parser().parse_args([name, *bundle, *prompt, "--json"]).json
 

@@ -1,3 +1,4 @@
+import argparse
 import hashlib
 import json
 import re
@@ -9,7 +10,9 @@ from command_line import failed
 from fakes import Language, fake_decoder, right_for
 
 from dspark.runtime import Draft
+from dspark.runtime.schedule import SCHEDULERS
 from dspark.tools.cli import main
+from dspark.tools.commands import generate as command
 
 STATS = {
     "rounds",
@@ -229,6 +232,8 @@ def test_chat_and_prompt_file(capsys, bundle, tmp_path):
         (["--max-new-tokens", "0"], "max new tokens"),
         (["--confidence-threshold", "2"], "from 0 to 1"),
         (["--scheduler", "threshold"], "needs one"),
+        (["--scheduler", "throughput"], "dspark profile"),
+        (["--scheduler", "throughput-global", "--temperature", "1", "--sampling", "exact"], "sampling coupled"),
         (["--threads", "0"], "threads 0"),
         (["--threads", "99999999999"], "threads 99999999999"),
         (["--prompt", "a\ud800"], "character 1 is no Unicode text"),
@@ -240,6 +245,14 @@ def test_bad_options(capsys, bundle, tmp_path, options, word):
     prompt = [] if "--prompt" in options else ["--prompt", "a"]
     failed(capsys, ["generate", bundle, *prompt, "--trace", str(trace), *options], 2, word)
     assert not trace.exists(), "nothing is left behind"
+
+
+def test_every_scheduler_can_be_chosen():
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    for name in SCHEDULERS:
+        assert parser.parse_args(["generate", "b", "--prompt", "a", "--scheduler", name]).scheduler == name
+    assert ("off", "threshold", *command.THROUGHPUT) == SCHEDULERS
 
 
 def test_a_trace_does_not_overwrite_what_is_read(capsys, bundle, tmp_path):

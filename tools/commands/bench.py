@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from dspark.tools.commands.generate import add_sampling, sampling_options
+from dspark.tools.commands.generate import THROUGHPUT, add_sampling, sampling_options
 
 
 def add_parser(subparsers) -> None:
@@ -27,6 +27,13 @@ def add_parser(subparsers) -> None:
         default=[],
         metavar="θ",
         help="besides the full block, also measure this threshold; may be given several times",
+    )
+    parser.add_argument(
+        "--scheduler",
+        choices=THROUGHPUT,
+        action="append",
+        default=[],
+        help="also measure this scheduler (docs/scheduling.md); may be given several times",
     )
     parser.add_argument("--draft-len", type=int, metavar="N", help="drafts per round; default: the bundle's")
     add_sampling(parser)
@@ -66,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     decoder = load(args.bundle, backend=args.backend, threads=args.threads)
     file = args.prompts or str(resources.files("dspark.demo") / "prompts" / "heldout.jsonl")
     prompts = m.encode_prompts(read_prompts(Path(file)), decoder, args.limit)
-    settings = _settings(args)
+    sampling = sampling_options(args)
+    if sampling.get("temperature"):
+        sampling.setdefault("seed", 0)
+    settings = _settings(args, sampling)
 
     runs: list = []
 
@@ -83,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         "max_new_tokens": args.max_new_tokens,
         "backend": args.backend,
         "threads": args.threads,
-        "sampling": sampling_options(args),
+        "sampling": sampling,
         **m.report(decoder, runs),
     }
     for warning in report["warnings"]:
@@ -98,18 +108,16 @@ def run(args: argparse.Namespace) -> int:
     return DSparkError.exit_code if any(not d["near_tie"] for d in report["differences"]) else 0
 
 
-def _settings(args: argparse.Namespace) -> list:
-    """Plain decoding first, then every rule with its default schedule, the full block and every threshold."""
+def _settings(args: argparse.Namespace, sampling: dict) -> list:
+    """Plain decoding first, then every rule with its default, the full block, every threshold and every scheduler."""
     from dspark.errors import UsageError
     from dspark.tools import measure as m
 
-    sampling = sampling_options(args)
     if args.sampling and not sampling.get("temperature"):
         raise UsageError(f"--sampling {args.sampling[0]}: needs a --temperature above 0")
     if not sampling.get("temperature"):
         rules: dict[str, dict] = {"": {}}  # whose default is the full block
     else:
-        sampling.setdefault("seed", 0)
         rules = {rule: {"sampling": rule} for rule in args.sampling or ["coupled"]}
     plain = {name: value for name, value in sampling.items() if name != "draft_temperature"}
     settings = [m.Setting(m.PLAIN, {"mode": "plain", "sampling": "coupled", **plain})]
@@ -118,6 +126,7 @@ def _settings(args: argparse.Namespace) -> list:
         schedules: dict[str, dict] = {} if rule in ("", "opportunistic") else {"": {}}
         schedules["full block"] = {"scheduler": "off"}
         schedules |= {f"threshold {t:g}": {"confidence_threshold": t} for t in args.confidence_threshold}
+        schedules |= {name: {"scheduler": name} for name in args.scheduler}
         for schedule, more in schedules.items():
             name = f"{rule} {schedule}".strip()
             settings.append(m.Setting(name, {**options, **more}, comparable=rule in ("", "coupled")))
@@ -125,10 +134,12 @@ def _settings(args: argparse.Namespace) -> list:
 
 
 def _comparisons(report: dict):
+    from dspark.tools.measure import short
+
     yield f"{'prompt':16} {'setting':24} {'full':>5} {'partial':>8} {'replay':>7} {'saved':>6}  text"
     for c in report["comparisons"]:
         same = {None: "drawn otherwise", True: "equal"}.get(c["output_match"])
-        text = same or f"differs at token {c['first_difference']}, gap {c['gap']:.2g}"
+        text = same or f"differs at token {c['first_difference']}, gap {short(c['gap'])}"
         yield (
             f"{c['prompt']:16} {c['setting']:24} {c['direct_full_commits']:5} {c['direct_partial_commits']:8}"
             f" {c['replay_fallbacks']:7} {c['net_saved']:6}  {text}"
@@ -151,6 +162,8 @@ def _lines(report: dict):
     same = f"{count} texts differ from the plain ones" if count else "every text equals the plain one"
     if drawn:
         same += " where the rule says that it must"
+    if "seed" in report["sampling"]:
+        same += f"; seed {report['sampling']['seed']}"
     yield f"{same}; ratio: tokens/s over plain decoding's, prefill included"
 
 

@@ -11,7 +11,7 @@ def add_parser(subparsers) -> None:
         description="Build TensorRT engines of a bundle's target and drafter and add them to the bundle. TensorRT "
         "needs the GPU that the engines are for; TensorRT-RTX builds anywhere.",
         epilog="Dimensions of --profile: T target rows, L logit rows, G block positions, Tc context rows, R requests, "
-        "P pages, C rows of a page, N pages of a request.",
+        "P pages, C rows of a page, W rows of a windowed layer's, N pages of a request.",
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
     parser.add_argument("--backend", required=True, metavar="NAME", help="tensorrt or tensorrt-rtx")
@@ -62,18 +62,23 @@ def run(args: argparse.Namespace) -> int:
 
     from dspark.errors import DSparkError
     from dspark.export.progress import Progress
+    from dspark.manifest import MANIFEST
     from dspark.runtime.bundle import open_bundle
 
     profile = parse_profile(args.profile)
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress("checking the bundle")
-        bundle = open_bundle(args.bundle)
         try:
+            from dspark.export.bundle import adding
             from dspark.export.engines import build_engines
             from dspark.export.network import Options
         except ModuleNotFoundError as error:
             hint = "pip install '.[tensorrt]', or '.[tensorrt-rtx]'"
             raise DSparkError(f"package {error.name!r} is not installed; run {hint}") from error
+        if (Path(args.bundle) / MANIFEST).is_file():
+            with adding(Path(args.bundle)):  # clears away what a killed build has left
+                pass
+        bundle = open_bundle(args.bundle)
         options = Options(
             backend=args.backend,
             dtype=args.dtype,

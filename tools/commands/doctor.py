@@ -120,7 +120,7 @@ def _abilities(report: dict) -> dict[str, dict]:
     to_build = {
         "pip install '.[tensorrt-rtx]'": builder,
         "make plugins": report["plugin_library"],
-        "a GPU for TensorRT": builder == "TensorRT-RTX" or gpu,
+        "a GPU": builder != "TensorRT" or gpu,
     }
     to_run = {
         f"a GPU ({cuda['error'] or 'the driver shows none'})": gpu,

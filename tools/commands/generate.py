@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dspark.errors import UsageError
 
+THROUGHPUT = ("throughput", "throughput-async", "throughput-global")  # schedulers that need a profile
 USELESS_ROUNDS = 16  # without an accepted draft, from which on it is no chance
 
 
@@ -49,7 +50,10 @@ def add_parser(subparsers) -> None:
         help="pause drafting while fewer drafts than this are accepted (0..1)",
     )
     parser.add_argument(
-        "--scheduler", choices=("off", "threshold"), help="default: threshold if one is given, else off"
+        "--scheduler",
+        choices=("off", "threshold", *THROUGHPUT),
+        help="which drafts are verified; throughput: those that pay at the speeds that dspark profile measured, and"
+        " variants (docs/scheduling.md); default: threshold if one is given, else the sampling rule's own",
     )
     parser.add_argument(
         "--confidence-threshold", type=float, metavar="θ", help="verify up to the first draft below it (0..1; 0: all)"

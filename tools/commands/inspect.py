@@ -67,6 +67,13 @@ def _lines(bundle, total: int, parity):
     if m.parity:
         passed = parity.get("passed")
         yield f"parity      {m.parity}{'' if passed is None else ': passed' if passed else ': FAILED'}"
+    if m.calibration is not None:
+        c = m.calibration
+        how = f"at temperature {c.temperature:g}" if c.temperature else "greedy"
+        temperatures = " ".join(f"{t:.2f}" for t in c.temperatures)
+        yield f"calibrated  temperatures {temperatures}; on {c.rounds} rounds of {c.prompts} prompts, {how}"
+    if m.sps is not None:
+        yield from _speed(m.sps)
     for name, entry in sorted(m.files.items()):
         yield f"file        {name}  {_size(entry.size)}  sha256 {entry.sha256[:12]}"
 
@@ -79,6 +86,16 @@ def _kept(graph) -> str:
     kinds = {kind: [s.slots for s in graph.states if s.kind == kind] for kind in sorted({s.kind for s in graph.states})}
     states = [f"{len(slots)} {kind} states, after the last {min(slots)} rows" for kind, slots in kinds.items()]
     return ", ".join(caches + states)
+
+
+def _speed(sps):
+    points = zip(sps.table.tokens, sps.table.steps_per_second, strict=True)
+    cores = "" if sps.machine.cores is None else f", {sps.machine.cores} cores"
+    threads = "" if sps.engine.threads is None else f", {sps.engine.threads} threads"
+    where = f"{sps.engine.backend} {sps.engine.version}{threads} on {sps.machine.name}{cores}"
+    yield f"profile     {where}; {sps.context} tokens committed; {sps.when}"
+    yield f"            steps/s by tokens: {' '.join(f'{size}:{speed:.3g}' for size, speed in points)}"
+    yield f"            ms by drafts: {' '.join(f'{k}:{ms:.3g}' for k, ms in enumerate(sps.draft_ms, 1))}"
 
 
 def _gpus(engine) -> list[str]:

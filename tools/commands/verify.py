@@ -66,7 +66,9 @@ def _lines(report: dict):
             top1 = f", top-1 {output['top1_agreement']:.1%}" if "top1_agreement" in output else ""
             verdict = "ok" if output["passed"] else "FAILED"
             limit = (
-                f"allowed {output['atol']:g}, or {output['rtol']:g} relative" if "atol" in output else _share(output)
+                f"each value within {output['atol']:g}, or {output['rtol']:g} of its size"
+                if "atol" in output
+                else _share(output)
             )
             yield f"{verdict:7} {graph['role']:8} {graph['form']:24} {name:13} off by {shown} ({limit}){top1}"
     for backend, reason in report["skipped"].items():

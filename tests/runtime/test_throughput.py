@@ -1,0 +1,393 @@
+"""The hardware-aware prefix scheduler against its definition: algorithm 1 by hand, and every choice of lengths."""
+
+import heapq
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from fakes import Language, fake_decoder, right_for
+
+from dspark.errors import UsageError
+from dspark.runtime.schedule import SCHEDULERS, make_scheduler
+from dspark.runtime.throughput import (
+    SpsTable,
+    Throughput,
+    ThroughputAsync,
+    ThroughputGlobal,
+    calibrated,
+    ranked,
+    survival_of,
+)
+
+EVERY = [Throughput, ThroughputAsync, ThroughputGlobal]
+CASES = 1000
+
+
+# -- by the definition ------------------------------------------------------------------------------------------------
+def survivals(confidence, drafted) -> list[list[float]]:
+    """a[r][j] of the candidates, in plain Python."""
+    rows = []
+    for row, count in zip(confidence.tolist(), drafted.tolist(), strict=True):
+        product, found = 1.0, []
+        for c in row[:count]:
+            product *= 0.0 if math.isnan(c) else min(c, 1.0)
+            found.append(product)
+        rows.append(found)
+    return rows
+
+
+def in_order(rows: list[list[float]]):
+    """Requests by descending survival; each offers its next draft only when the one before it was taken."""
+    offers = [(-row[0], 0, r) for r, row in enumerate(rows) if row]
+    heapq.heapify(offers)
+    while offers:
+        a, j, r = heapq.heappop(offers)
+        yield r, -a
+        if j + 1 < len(rows[r]):
+            heapq.heappush(offers, (-rows[r][j + 1], j + 1, r))
+
+
+def algorithm_1(rows: list[list[float]], sps) -> list[int]:
+    """As the paper writes it. sps(B): None where there is no speed."""
+    lengths, size, tau = [0] * len(rows), len(rows), float(len(rows))
+    best = tau * sps(size)
+    for r, a in in_order(rows):
+        size, tau = size + 1, tau + a
+        if sps(size) is None or tau * sps(size) <= best:
+            return lengths
+        best = tau * sps(size)
+        lengths[r] += 1
+    return lengths
+
+
+def best_by_size(rows: list[list[float]], sps) -> list[float]:
+    """The most theta of all choices of lengths, by how many drafts they verify, as far as there are speeds."""
+    found: dict[int, float] = {}
+    for lengths in itertools.product(*(range(len(row) + 1) for row in rows)):
+        tau = len(rows) + math.fsum(a for row, n in zip(rows, lengths, strict=True) for a in row[:n])
+        speed = sps(len(rows) + sum(lengths))
+        if speed is not None:
+            found[sum(lengths)] = max(found.get(sum(lengths), 0), tau * speed)
+    return [found[n] for n in range(len(found))]
+
+
+def theta_of(rows, lengths, sps) -> float:
+    tau = len(rows) + math.fsum(a for row, n in zip(rows, lengths, strict=True) for a in row[:n])
+    return tau * sps(len(rows) + sum(lengths))
+
+
+def speed_of(table: SpsTable):
+    points = list(zip(table.tokens, table.steps_per_second, strict=True))
+    return lambda size: next((speed for measured, speed in points if measured >= size), None)
+
+
+def random_table(rng, most: int, first: int) -> SpsTable:
+    """Speeds that fall, in steps, at some of the sizes up to `most`; measured up to `first` at least."""
+    sizes = np.flatnonzero(rng.random(most) < 0.6) + 1
+    sizes = np.unique([*sizes, first])
+    drops = np.where(rng.random(len(sizes)) < 0.4, rng.uniform(0.4, 1, len(sizes)), rng.uniform(0.9, 1, len(sizes)))
+    return SpsTable(tuple(sizes.tolist()), tuple(np.cumprod(drops).tolist()))
+
+
+def random_case(rng):
+    """Confidences [R, G], caps [R] and a table: every second case is full of ties, some have NaN."""
+    requests, size = rng.integers(1, 4, 2)
+    confidence = rng.random((requests, size)) ** 0.3
+    if rng.random() < 0.5:
+        confidence = rng.choice([0, 0.5, 0.5, 1, 1], (requests, size))
+    confidence = confidence.astype(np.float32)
+    confidence[rng.random(confidence.shape) < 0.03] = np.nan
+    drafted = np.where(rng.random(requests) < 0.7, size, rng.integers(0, size + 1, requests))
+    return confidence, drafted, random_table(rng, requests * (size + 1), requests)
+
+
+@pytest.fixture(scope="module")
+def cases():
+    rng = np.random.default_rng(6)
+    return [random_case(rng) for _ in range(CASES)]
+
+
+def test_algorithm_1_against_every_choice(cases):
+    """A prefix of each request; the best of its size; stopped by the first that is no better; and the best of all
+    wherever nothing better hides behind a worse one."""
+    unimodal = stopped = 0
+    for confidence, drafted, table in cases:
+        rows, sps = survivals(confidence, drafted), speed_of(table)
+        lengths = Throughput(table).lengths(confidence, drafted)
+        assert lengths.dtype.kind == "i" and lengths.shape == drafted.shape
+        assert (lengths >= 0).all() and (lengths <= drafted).all()
+        assert lengths.tolist() == algorithm_1(rows, sps)
+        best, n, theta = best_by_size(rows, sps), int(lengths.sum()), theta_of(rows, lengths, sps)
+        assert theta == pytest.approx(best[n], rel=1e-12)
+        assert all(a < b for a, b in zip(best[: n + 1], best[1 : n + 1], strict=False))
+        assert n + 1 == len(best) or best[n + 1] <= best[n] * (1 + 1e-12)
+        stopped += n + 1 < len(best)
+        if max(best) <= theta * (1 + 1e-12):
+            unimodal += 1
+    assert CASES / 2 < unimodal < CASES and CASES / 4 < stopped < CASES, "cases of every kind"
+
+
+def test_global_search_against_every_choice(cases):
+    for confidence, drafted, table in cases:
+        rows, sps = survivals(confidence, drafted), speed_of(table)
+        lengths = ThroughputGlobal(table).lengths(confidence, drafted)
+        assert theta_of(rows, lengths, sps) == pytest.approx(max(best_by_size(rows, sps)), rel=1e-12)
+
+
+def test_async_against_every_choice(cases):
+    """The budget is the best size by what was seen two steps before; the present says which drafts have it."""
+    rng = np.random.default_rng(1)
+    for confidence, drafted, table in cases[:300]:
+        scheduler, sps, seen = ThroughputAsync(table), speed_of(table), []
+        ids = rng.permutation(100)[: len(drafted)]
+        for step in range(5):
+            now = np.roll(confidence, step, axis=1)
+            lengths = scheduler.lengths(now, drafted, ids)
+            before = seen[step - 2] if step >= 2 else np.ones(now.shape, np.float32)
+            budget = int(np.argmax(np.round(best_by_size(survivals(before, drafted), sps), 12)))
+            taken = [r for r, _ in itertools.islice(in_order(survivals(now, drafted)), budget)]
+            assert lengths.tolist() == np.bincount(taken, minlength=len(drafted)).tolist()
+            seen.append(now)
+
+
+@pytest.mark.parametrize("kind", [Throughput, ThroughputAsync])
+def test_no_draft_is_judged_by_itself(cases, kind):
+    """Confidences after a draft depend on its token: whatever they are, they do not decide whether it is verified."""
+    rng = np.random.default_rng(2)
+    for confidence, drafted, table in cases:
+        lengths = run(kind, table, confidence, drafted)
+        for r, k in np.ndindex(confidence.shape):
+            other = confidence.copy()
+            other[r, k + 1 :] = rng.choice([0, 0.5, 0.7, 1, np.nan], other[r, k + 1 :].shape)
+            assert (run(kind, table, other, drafted)[r] > k) == (lengths[r] > k)
+
+
+def test_the_global_search_judges_drafts_by_themselves():
+    table = SpsTable((1, 2, 3), (1.0, 0.5, 0.45))
+    lengths = [run(ThroughputGlobal, table, np.array([[0.8, c]]), np.array([2])).tolist() for c in (0.9, 0)]
+    assert lengths == [[2], [0]]
+
+
+def run(kind, table, confidence, drafted):
+    """The lengths of a step; `async` has seen two steps that were otherwise."""
+    scheduler, ids = kind(table), np.arange(len(drafted))
+    if kind is ThroughputAsync:
+        for before in (np.full(confidence.shape, 0.75), np.full(confidence.shape, 0.1)):
+            scheduler.lengths(before, drafted, ids)
+    return scheduler.lengths(confidence, drafted, ids)
+
+
+# -- ties, bad values, requests that come and go ----------------------------------------------------------------------
+def test_ties_go_by_position_then_request():
+    ones = np.ones((3, 2))
+    order, values = ranked(survival_of(ones), np.array([2, 2, 2]))
+    assert order.tolist() == [0, 1, 2, 0, 1, 2] and values.tolist() == [1] * 6
+    for room, lengths in enumerate([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]]):
+        for kind in EVERY:
+            assert run(kind, SpsTable((3 + room,), (1.0,)), ones, np.array([2, 2, 2])).tolist() == lengths
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_what_is_no_chance_counts_as_none(kind):
+    flat = SpsTable((64,), (1.0,))
+    rows = np.array([[0.5, np.nan, 0.9], [np.nan, 1, 1], [0.9, 0.9, 0.9], [0.5, 0.5, 0.5]], np.float32)
+    assert np.isfinite(survival_of(rows)).all()
+    found = kind(flat).lengths(rows, np.array([3, 3, 2, 0]), np.arange(4))
+    if kind is ThroughputAsync:  # which has seen nothing yet, so that there is room for all
+        assert found.tolist() == [3, 3, 2, 0]
+        kind = lambda table: scheduler  # noqa: E731
+        scheduler = ThroughputAsync(flat)
+        for _ in range(2):
+            scheduler.lengths(rows, np.array([3, 3, 2, 0]), np.arange(4))
+        found = scheduler.lengths(rows, np.array([3, 3, 2, 0]), np.arange(4))
+    assert found.tolist() == [1, 0, 2, 0]
+
+
+def test_async_knows_its_requests_again():
+    """Two steps later, in another order and company, and whoever is new counts as sure."""
+    table = SpsTable((2, 3, 4, 5, 6), (1.0, 0.8, 0.62, 0.5, 0.42))
+    budgets = []
+    scheduler, sure, unsure = ThroughputAsync(table), [1.0, 1.0], [0.1, 0.1]
+    for ids, rows in [
+        ((7, 4), (unsure, unsure)),
+        ((4, 7), (unsure, unsure)),
+        ((4, 7), (sure, sure)),  # seen: unsure
+        ((9, 4), (sure, sure)),  # 9 is new
+        ((4, 9), (unsure, unsure)),  # 4 was sure, 9 is new to that step
+        ((9, 4), (unsure, unsure)),
+    ]:
+        budgets.append(int(scheduler.lengths(np.array(rows), np.array([2, 2]), np.array(ids)).sum()))
+    sure_theta, one_new = [2, 3 * 0.8, 4 * 0.62, 5 * 0.5, 6 * 0.42], [2, 3 * 0.8, 4 * 0.62, 4.1 * 0.5, 4.11 * 0.42]
+    full, half = int(np.argmax(sure_theta)), int(np.argmax(one_new))
+    assert budgets == [full, full, 0, half, full, full] and full != half
+    with pytest.raises(ValueError, match="tell them apart"):
+        scheduler.lengths(np.ones((2, 2)), np.array([2, 2]))
+
+
+def test_async_has_no_confidences_of_requests_without_drafts():
+    scheduler, table = ThroughputAsync(SpsTable((1, 2), (1.0, 0.6))), np.full((1, 1), 0.1)
+    for drafted, length in [(0, 0), (1, 1), (1, 1), (1, 0)]:
+        assert scheduler.lengths(table, np.array([drafted])).tolist() == [length]
+
+
+def test_async_takes_positions_that_it_has_not_seen_for_sure():
+    scheduler = ThroughputAsync(SpsTable((1, 2, 3, 4), (1.0, 0.75, 0.7, 0.6)))
+    steps = [([0.1], 1), ([0.9], 1), ([1, 1, 1], 0), ([1, 1, 1], 3)]  # by 1, 1; 1, 1; 0.1, 0.1, 0.1; 0.9, 0.9, 0.9
+    for confidence, length in steps:
+        assert scheduler.lengths(np.array([confidence]), np.array([len(confidence)])).tolist() == [length]
+
+
+# -- under load -------------------------------------------------------------------------------------------------------
+LOADS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
+
+
+def mean_lengths(kind, width: int) -> list[float]:
+    """By LOADS, 7 drafts each. Steps of up to 64 tokens take the same time, then it grows, every `width` tokens."""
+    rng, sizes, means = np.random.default_rng(3), np.arange(width, 4097, width), []
+    table = SpsTable(tuple(sizes.tolist()), tuple((1 / (1 + np.maximum(sizes - 64, 0) / 96)).tolist()))
+    for count in LOADS:
+        confidence, drafted, scheduler = rng.beta(6, 1.2, (count, 7)), np.full(count, 7), kind(table)
+        for _ in range(3):
+            lengths = scheduler.lengths(confidence, drafted, np.arange(count))
+        means.append(lengths.mean())
+    return means
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [(Throughput, 1), (ThroughputAsync, 1), (ThroughputAsync, 8), (ThroughputAsync, 64)]
+)
+def test_lengths_shrink_under_load(kind, width):
+    """The paper's figure 8: most of the block while the engine has room, no draft when requests fill it."""
+    means = mean_lengths(kind, width)
+    assert means[0] > 4 and 1 < means[LOADS.index(32)] < 4 and means[-1] < 0.1
+    assert means == sorted(means, reverse=True)
+
+
+def test_wide_steps_are_a_trap_for_early_stopping():
+    """At the edge of a step the next draft costs all of it, so that algorithm 1 gives up what the others find."""
+    early, later = mean_lengths(Throughput, 8), mean_lengths(ThroughputAsync, 8)
+    assert early[LOADS.index(64)] == 0 and later[LOADS.index(64)] > 1
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+TABLE = SpsTable((2, 4, 8), (10.0, 9.0, 4.0))
+
+
+def test_between_two_sizes_a_step_is_as_slow_as_the_larger():
+    assert TABLE.speeds(1, 8).tolist() == [10, 10, 9, 9, 4, 4, 4, 4]
+    assert TABLE.speeds(3, 100).tolist() == [9, 9, 4, 4, 4, 4] and TABLE.speeds(8, 8).tolist() == [4]
+    with pytest.raises(UsageError, match="9 requests in a step, it was measured up to 8 .*`dspark profile`"):
+        TABLE.speeds(9, 9)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_no_step_is_larger_than_what_was_measured(kind):
+    rows = np.ones((5, 7))
+    assert kind(TABLE).lengths(rows, np.full(5, 7), np.arange(5)).sum() == 3
+    assert kind(TABLE).lengths(np.ones((8, 7)), np.full(8, 7), np.arange(8)).sum() == 0
+    with pytest.raises(UsageError, match="9 requests"):
+        kind(TABLE).lengths(np.ones((9, 7)), np.full(9, 7), np.arange(9))
+
+
+def test_json():
+    data = {"tokens": [2, 4, 8], "steps_per_second": [10.0, 9.0, 4.0]}
+    assert TABLE.to_json() == data
+    assert SpsTable.from_json(json.loads(json.dumps(data)), "here") == TABLE
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (None, "tokens is missing"),
+        ({"tokens": [1]}, "steps_per_second is missing"),
+        ({"tokens": "1", "steps_per_second": [1.0]}, "tokens is missing or is not a list"),
+        ({"tokens": [], "steps_per_second": []}, "0 sizes"),
+        ({"tokens": [1, 2], "steps_per_second": [1.0]}, "2 sizes with 1 speeds"),
+        ({"tokens": [0], "steps_per_second": [1.0]}, "whole numbers"),
+        ({"tokens": [True], "steps_per_second": [1.0]}, "whole numbers"),
+        ({"tokens": [2**40], "steps_per_second": [1.0]}, "whole numbers"),
+        ({"tokens": [2, 2], "steps_per_second": [1.0, 1.0]}, "ascend"),
+        ({"tokens": [1], "steps_per_second": [0]}, "finite and above 0"),
+        ({"tokens": [1], "steps_per_second": [math.nan]}, "finite and above 0"),
+        ({"tokens": [1], "steps_per_second": [math.inf]}, "finite and above 0"),
+        ({"tokens": [1], "steps_per_second": ["1"]}, "finite and above 0"),
+    ],
+)
+def test_a_table_that_was_not_measured(data, word):
+    with pytest.raises(UsageError, match=f"^here: .*{word}.*run `dspark profile BUNDLE`") as error:
+        SpsTable.from_json(data, "here")
+    assert "\n" not in str(error.value)
+
+
+# -- calibration ------------------------------------------------------------------------------------------------------
+def test_calibration_is_temperature_scaling():
+    c = np.array([[0.5, 0.9, 0.1], [0.2, 0.8, 0.999]], np.float32)
+    temperatures = (2.0, 0.5, 1.0, 9.0)  # of a longer block
+    expected = [
+        [1 / (1 + math.exp(-math.log(x / (1 - x)) / t)) for x, t in zip(row, temperatures, strict=False)]
+        for row in c.astype(float).tolist()
+    ]
+    assert calibrated(c, temperatures) == pytest.approx(np.array(expected), abs=1e-12)
+    assert calibrated(c, (1.0, 1.0, 1.0)) == pytest.approx(c)
+
+
+def test_calibration_at_the_ends():
+    c = np.array([[0.0, 1.0, np.nan, 1e-30]], np.float32)
+    with np.errstate(all="raise"):
+        low, high, nan, small = calibrated(c, [4.0] * 4)[0]
+    assert low == small == pytest.approx(1 / (1 + 1e7**0.25), rel=1e-6) and high == pytest.approx(1 - low)
+    assert math.isnan(nan)
+    rising = calibrated(np.linspace(0, 1, 1001)[:, None], [3.0])[:, 0]
+    assert (np.diff(rising) > 0).all()
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_schedule_is_by_calibrated_confidences(kind):
+    """Overconfident: 0.9 that is worth 0.6."""
+    table, rows, drafted = SpsTable((1, 2, 3), (1.0, 0.55, 0.4)), np.full((1, 2), 0.9), np.array([2])
+    scale = math.log(9) / math.log(1.5)
+    for temperatures, length in [(None, 2), ((scale, scale), 0), ((1.0, scale), 1)]:
+        scheduler = kind(table, temperatures)
+        for _ in range(3):
+            found = scheduler.lengths(rows, drafted)
+        assert found.tolist() == [length]
+
+
+# -- as an option -----------------------------------------------------------------------------------------------------
+def test_schedulers_by_name():
+    found = [make_scheduler(name, None, True, "coupled", TABLE, (1.0,)) for name in SCHEDULERS[2:]]
+    assert [*map(type, found)] == [Throughput, ThroughputAsync, ThroughputGlobal]
+    assert all(s.sps is TABLE and s.temperatures == (1.0,) and s.reads_confidence for s in found)
+    for rule in ("exact", "opportunistic"):
+        with pytest.raises(UsageError, match=f"throughput-global with sampling {rule}: .*sampling coupled") as error:
+            make_scheduler("throughput-global", None, True, rule, TABLE)
+        assert "\n" not in str(error.value)
+    make_scheduler("throughput-global", None, True, "greedy", TABLE)
+    with pytest.raises(UsageError, match="scheduler throughput: this drafter has no confidence head"):
+        make_scheduler("throughput", None, False, "exact", TABLE)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS[2:])
+def test_generation_with_a_profile(name):
+    """The text is the target's, and steps shrink as the profile says."""
+    language, unsure = Language(5), [0.9, 0.9, 0.2, 0.9, 0.9]
+    decoder = fake_decoder(language, right_for(language, lambda at: 2), confidence=lambda drafts: unsure)
+    with pytest.raises(UsageError, match=f"scheduler {name}: .*run `dspark profile BUNDLE`"):
+        decoder.generate([1, 2], scheduler=name)
+    decoder.sps = SpsTable((1, 2, 3, 4, 5, 6), (1.0, 0.8, 0.6, 0.5, 0.4, 0.35))
+    for temperatures, length in [(None, 2), ((1.0, 50.0, 1.0, 1.0, 1.0), 1)]:
+        decoder.calibration, rounds = temperatures, []
+        answer = decoder.generate([1, 2], max_new_tokens=60, scheduler=name, on_round=rounds.append)
+        assert answer.token_ids == language.continuation([1, 2], 60)
+        assert {r.verified for r in rounds[2:-2]} == {length}
+        assert rounds[0].verified == (5 if name == "throughput-async" else length)  # which has seen nothing yet
+
+
+def test_the_global_search_is_for_rules_that_do_not_mind():
+    decoder = fake_decoder(Language())
+    decoder.sps, options = TABLE, {"scheduler": "throughput-global", "sampling": "exact", "max_new_tokens": 9}
+    with pytest.raises(UsageError, match="throughput-global with sampling exact"):
+        decoder.generate([1, 2], temperature=1.0, **options)
+    assert decoder.generate([1, 2], **options).stats.verified  # greedy
