@@ -219,6 +219,40 @@ class TestBuildEngines:
             build_engines(bundle, RTX, lambda stage: None)
         assert everything(bundle) == before
 
+    def test_an_interrupt_when_the_new_manifest_is_in_place(self, bundle, fake, monkeypatch):
+        replace = Path.replace
+
+        def interrupt(self, target):
+            replace(self, target)
+            if target == bundle / "manifest.json":
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            build_engines(bundle, RTX, lambda stage: None)
+        assert len(open_bundle(bundle).manifest.engines) == 2, "what it names is there"
+
+    def test_one_build_at_a_time(self, bundle, fake):
+        def progress(stage):
+            if stage == "adding the engines to the bundle":
+                with pytest.raises(UsageError, match="another command is adding to it"):
+                    build_engines(bundle, RTX, lambda stage: None)
+
+        manifest = build_engines(bundle, RTX, progress)
+        assert open_bundle(bundle).manifest == manifest
+
+    def test_what_a_killed_build_has_left_goes(self, bundle, fake):
+        build_engines(bundle, RTX, lambda stage: None)
+        (bundle / ".0123.partial").mkdir()
+        (bundle / ".0123.partial" / "target.data").write_bytes(b"x")
+        (bundle / ".manifest.json.0123.partial").write_text("{")
+        (bundle / "engines" / "target.tensorrt-rtx.bf16.0.engine").write_bytes(b"x")
+        with pytest.raises(UsageError, match="not in the manifest"):
+            open_bundle(bundle)
+        assert len(build_engines(bundle, RTX, lambda stage: None).engines) == 2
+        open_bundle(bundle)
+        assert not list(bundle.glob(".*"))
+
     def test_markov_in_plain_layers(self, bundle, fake):
         manifest = build_engines(bundle, dataclasses.replace(RTX, unroll_markov=True), lambda stage: None)
         assert [p.name for p in manifest.plugins] == ["BlockAttention"]
@@ -303,6 +337,12 @@ class TestMissing:
         tensorrt.import_tensorrt.cache_clear()
         with pytest.raises(DSparkError, match=r"package tensorrt is not installed; run pip install '\.\[tensorrt\]'"):
             build_engines(bundle, Options("tensorrt"), lambda stage: None)
+
+    def test_a_relative_name_is_the_one_of_the_working_directory(self, monkeypatch, tmp_path):
+        (tmp_path / "lib.so").write_bytes(b"x")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("DSPARK_PLUGIN_LIBRARY", "lib.so")
+        assert plugins.plugin_library_path() == tmp_path / "lib.so"
 
     def test_plugin_library(self, fake, monkeypatch, tmp_path):
         monkeypatch.undo()

@@ -55,6 +55,24 @@ def test_ties_go_to_the_lowest_token():
     assert greedy_judge().choose(np.array([0, 2, 2, 1], np.float32), 5) == 1
 
 
+@pytest.mark.parametrize("draft", [1, 2])
+def test_a_draft_that_the_drafter_cannot_have_drawn_is_not_judged(draft):
+    """Nobody knows its probability: the token is drawn from the target's law, whatever the draft."""
+
+    class NoJudging(Draws):
+        def accepts(self, p, q, position):
+            assert draft == 2, "token 1 is none of the drafter's"
+            return super().accepts(p, q, position)
+
+    vocabulary = DraftVocabulary.of(np.array([2, 0]), 4)
+    logits = np.log([0.1, 0.6, 0.2, 0.1])
+    judge = Judge(Sampling(1.0), "exact", NoJudging(Streams(3)), vocabulary, [], draft_temperature=1.0)
+    plain = Judge(Sampling(1.0), "exact", Draws(Streams(3)), vocabulary, [])
+    for position in range(50):
+        token = judge.choose(logits, position, draft, np.zeros(2))
+        assert draft == 2 or token == plain.choose(logits, position)
+
+
 @pytest.mark.parametrize("accepted", range(4))
 def test_commit_keeps_a_prefix(accepted):
     target = Target(FakeTarget(Language(), 20), 20)
