@@ -68,6 +68,12 @@ def adding(folder: Path) -> Iterator[Path]:
         yield aside
 
 
+def check_writable(folder: Path) -> None:
+    """Find out now what `adding` would refuse, before anything long begins; clears away what a killed one has left."""
+    with adding(folder):
+        pass
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a bundle's folder; the system lets go of it when the process ends, however that happens."""

@@ -13,10 +13,6 @@ from dspark.runtime.target import Target
 from dspark.runtime.verify import Judge, verify
 
 
-class Cancelled(Exception):
-    """The generation was cancelled; nothing of the round has been decided."""
-
-
 @dataclass(frozen=True)
 class Rules:
     """What holds for every round of a generation."""

@@ -18,14 +18,14 @@ import numpy as np
 from dspark.errors import DSparkError, UsageError
 from dspark.manifest import CHUNK
 from dspark.runtime.draft import Drafter
-from dspark.runtime.loop import Cancelled, Round, Rules, decode_round
+from dspark.runtime.loop import Round, Rules, decode_round
 from dspark.runtime.metrics import Stats
 from dspark.runtime.random import Streams, fresh_seed
 from dspark.runtime.sampling import COLDEST, LogitProcessor, LogProbs, Sampling
 from dspark.runtime.schedule import Pausing, make_scheduler
 from dspark.runtime.target import Target
 from dspark.runtime.tokens import Detokenizer, Ending
-from dspark.runtime.verify import RULES, Draws, Judge
+from dspark.runtime.verify import RULES, Cancelled, Draws, Judge
 
 if TYPE_CHECKING:
     from dspark.runtime.decoder import Decoder

@@ -29,6 +29,10 @@ from dspark.runtime.target import Target
 RULES = ("exact", "coupled", "opportunistic")
 
 
+class Cancelled(Exception):
+    """The generation was cancelled; what had been decided before stays, and nothing else is."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """n of l drafts were accepted."""
@@ -56,7 +60,7 @@ def verify(
 
     ends: told every token that is kept, in order; True: the text ends with it. taps=False leaves the hidden states in
     the engine (no drafter will want them). stepwise: a forward for each token instead, as plain decoding does, and so
-    with its rounding. check: called when the target has run and nothing is decided yet; may raise.
+    with its rounding. check: called when the target has run and nothing is decided yet; may raise Cancelled.
     """
     drafts: list[int | None] = [*proposal.tokens[:length], None]
     first = target.length + 1  # position of the token after the anchor
@@ -83,7 +87,7 @@ def _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps, check)
         forward = target.forward([token], np.zeros(1, np.int64), taps=taps)
         try:
             check()
-        except BaseException:
+        except Cancelled:
             if k == 0:
                 raise
             k -= 1  # what was decided stays; this forward is void

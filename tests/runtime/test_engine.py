@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from proposing import proposing
 
 from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Tensor
@@ -62,26 +63,10 @@ def test_speculative_equals_plain(decoder):
         assert speculative[0].stats.accepted > 0
 
 
-class Oracle:
-    """A drafter engine that knows the text."""
-
-    def __init__(self, text, real):
-        self.text, self.real = text, real
-        self.inputs, self.capacity, self.seconds, self.owner = real.inputs, real.capacity, 0.0, None
-
-    def run(self, inputs, fetch):
-        results = self.real.run(inputs, fetch)
-        if "draft_tokens" in results:
-            positions = inputs["positions"] + 1
-            results["draft_tokens"] = np.array([[self.text[p] for p in positions[0]]])
-        return results
-
-
 @pytest.mark.parametrize("draft_len", [1, 4, 7])
 def test_oracle_on_the_exported_target(bundle, decoder, draft_len):
     text = PROMPT + run_of(decoder, mode="plain", max_new_tokens=60)[0].token_ids
-    oracle = load(bundle, threads=1)
-    oracle.drafter_engine = Oracle(text, oracle.drafter_engine)
+    oracle = proposing(load(bundle, threads=1), lambda first, count: text[first : first + count])
     result, rounds = run_of(oracle, draft_len=draft_len, max_new_tokens=1 + 5 * (draft_len + 1))
     assert [r.accepted for r in rounds] == [draft_len] * 5
     assert PROMPT + result.token_ids == text[: len(PROMPT) + len(result.token_ids)]

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from dspark.tools.commands.generate import THROUGHPUT, add_sampling, sampling_options
+from dspark.tools.options import THROUGHPUT, add_engine, add_sampling, sampling_options
 
 
 def add_parser(subparsers) -> None:
@@ -49,13 +49,7 @@ def add_parser(subparsers) -> None:
         action="store_true",
         help="print for every answer what its rounds saved, and where it first differs from plain decoding",
     )
-    parser.add_argument(
-        "--backend",
-        default="onnxruntime",
-        metavar="NAME",
-        help="onnxruntime (default, CPU), tensorrt or tensorrt-rtx",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    add_engine(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

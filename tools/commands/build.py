@@ -69,15 +69,14 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress("checking the bundle")
         try:
-            from dspark.export.bundle import adding
+            from dspark.export.bundle import check_writable
             from dspark.export.engines import build_engines
             from dspark.export.network import Options
         except ModuleNotFoundError as error:
             hint = "pip install '.[tensorrt]', or '.[tensorrt-rtx]'"
             raise DSparkError(f"package {error.name!r} is not installed; run {hint}") from error
         if (Path(args.bundle) / MANIFEST).is_file():
-            with adding(Path(args.bundle)):  # clears away what a killed build has left
-                pass
+            check_writable(Path(args.bundle))  # before it is opened: what a killed build has left would be refused
         bundle = open_bundle(args.bundle)
         options = Options(
             backend=args.backend,

@@ -4,6 +4,8 @@ import argparse
 import json
 import sys
 
+from dspark.tools.options import add_engine
+
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
@@ -38,13 +40,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="also write calibration.json and a reliability diagram into this new folder"
     )
-    parser.add_argument(
-        "--backend",
-        default="onnxruntime",
-        metavar="NAME",
-        help="onnxruntime (default, CPU), tensorrt or tensorrt-rtx",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    add_engine(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -53,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from dspark.errors import UsageError
-    from dspark.export.bundle import adding, amend_manifest, building
+    from dspark.export.bundle import amend_manifest, building, check_writable
     from dspark.manifest import Calibration
     from dspark.runtime import load
     from dspark.tools import calibration, reliability
@@ -70,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{prompts}/{total}] {rounds} rounds", file=sys.stderr)
 
     with contextlib.ExitStack() as stack:
-        with adding(folder):  # a folder that cannot be written to is found out now
-            pass
+        check_writable(folder)
         aside = stack.enter_context(building(Path(args.out))) if args.out else None
         parts = collect(decoder, [*fitted, *held_out], args.max_new_tokens, args.temperature, progress)
         ours, others = join(parts[: len(fitted)]), join(parts[len(fitted) :])

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from dspark.errors import UsageError
+from dspark.tools.options import THROUGHPUT, add_engine, add_sampling, sampling_options
 
-THROUGHPUT = ("throughput", "throughput-async", "throughput-global")  # schedulers that need a profile
 USELESS_ROUNDS = 16  # without an accepted draft, from which on it is no chance
 
 
@@ -61,40 +61,9 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--draft-len", type=int, metavar="N", help="drafts per round; default: the bundle's")
     parser.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens per target forward")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at stop tokens")
-    parser.add_argument(
-        "--backend",
-        default="onnxruntime",
-        metavar="NAME",
-        help="onnxruntime (default, CPU), tensorrt or tensorrt-rtx",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    add_engine(parser)
     parser.add_argument("--trace", metavar="FILE", help="write one JSON line per round")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
-
-
-SAMPLING = {  # option: (type, metavar, help)
-    "temperature": (float, "T", "0 (default): greedy"),
-    "top-k": (int, "K", "keep the K likeliest tokens; 0 (default): all"),
-    "top-p": (float, "P", "keep the fewest likeliest that have P together; 1 (default): all"),
-    "min-p": (float, "P", "keep what has P times the likeliest one's probability; 0 (default): all"),
-    "repetition-penalty": (float, "X", "of all tokens so far; 1 (default): none"),
-    "presence-penalty": (float, "X", "of tokens in the answer; 0 (default): none"),
-    "frequency-penalty": (float, "X", "likewise, for each time; 0 (default): none"),
-    "draft-temperature": (float, "T", "that drafts are drawn at; 0: argmax; default: the sampling rule's own"),
-    "seed": (int, "N", "of the random numbers; default: a fresh one, which --json tells"),
-}
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options that say how tokens are drawn."""
-    for name, (kind, metavar, text) in SAMPLING.items():
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-
-
-def sampling_options(args: argparse.Namespace) -> dict:
-    """Those of `add_sampling` that were given, as `Options` fields."""
-    names = [name.replace("-", "_") for name in SAMPLING]
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def run(args: argparse.Namespace) -> int:

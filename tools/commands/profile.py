@@ -4,6 +4,8 @@ import argparse
 import json
 import sys
 
+from dspark.tools.options import add_engine
+
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
@@ -14,13 +16,7 @@ def add_parser(subparsers) -> None:
         "an older one.",
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
-    parser.add_argument(
-        "--backend",
-        default="onnxruntime",
-        metavar="NAME",
-        help="onnxruntime (default, CPU), tensorrt or tensorrt-rtx",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    add_engine(parser)
     parser.add_argument("--context", type=int, metavar="N", help="committed tokens before every step (default 512)")
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="of every step (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -32,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from datetime import UTC, datetime
     from pathlib import Path
 
-    from dspark.export.bundle import adding, amend_manifest
+    from dspark.export.bundle import amend_manifest, check_writable
     from dspark.export.progress import Progress
     from dspark.manifest import Sps, Steps
     from dspark.runtime import load
@@ -43,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress("loading the bundle")
         decoder = load(folder, backend=args.backend, threads=args.threads)
-        with adding(folder):  # a folder that cannot be written to is found out now
-            pass
+        check_writable(folder)
         context = default_context(decoder) if args.context is None else args.context
         progress(f"measuring {args.repeats} times, {context} tokens committed")
         steps, drafts = measure_speed(decoder, context, args.repeats)
