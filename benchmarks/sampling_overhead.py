@@ -30,10 +30,11 @@ class Engine:
     """Gives out the same arrays in every run; counts no time."""
 
     inputs = {name: Tensor(name, "float32", ("Tc", TAPS)) for name in ("taps", "noise")}
-    capacity, most_rows, slots, owner, seconds = LIMIT, None, 0, None, 0.0
+    capacity, most_rows, slots, seconds = LIMIT, None, 0, 0.0
 
     def __init__(self, outputs: dict[str, np.ndarray]):
         self.outputs = outputs
+        self.owners: dict[int, object] = {}
 
     def run(self, inputs, fetch):
         return {name: self.outputs[name] for name in fetch}

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from dspark.manifest import Calibration
 from dspark.runtime.throughput import SpsTable, Throughput, ThroughputAsync, ThroughputGlobal
 
 BUDGET = 150  # microseconds
@@ -40,13 +41,15 @@ def main() -> None:
     rng, shape = np.random.default_rng(0), (args.requests, args.draft_len)
     confidence, drafted = rng.beta(6, 1.2, shape).astype(np.float32), np.full(args.requests, args.draft_len)
     requests, table = np.arange(args.requests), speeds(args.requests * (args.draft_len + 1))
+    temperatures, shifts = (1.5,) * args.draft_len, (-0.5,) * args.draft_len
+    calibration = Calibration(temperatures, rounds=0, prompts=0, temperature=0.0, shifts=shifts)
     print(f"{args.requests} requests, {args.draft_len} drafts; microseconds a step, best of {args.repeats}")
     print(f"{'':20} {'as they are':>12} {'calibrated':>12} {'verified':>10}")
     worst = 0.0
     for kind in (Throughput, ThroughputAsync, ThroughputGlobal):
         found, verified = [], 0.0
-        for temperatures in (None, [1.5] * args.draft_len):
-            scheduler = kind(table, temperatures)
+        for worth in (None, calibration):
+            scheduler = kind(table, worth)
             found.append(best_of(args.repeats, lambda s=scheduler: s.lengths(confidence, drafted, requests)))
             verified = verified or scheduler.lengths(confidence, drafted, requests).mean()
         worst = max(worst, *found)

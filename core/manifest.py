@@ -19,6 +19,7 @@ from dspark.reading import read_object
 SCHEMA_VERSION = "1.0"
 MANIFEST = "manifest.json"
 DRAFT_TOKENS = "draft_tokens.npy"  # int64 [Vd], the token of every draft index; only where the vocabularies differ
+MAX_BATCH_SIZE = 8  # requests at once that a bundle is exported for, where the exporter is not told otherwise
 CHUNK = 512  # rows of a prompt that the runtime gives to one step, where it is not told otherwise
 
 
@@ -67,7 +68,8 @@ class State:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX file. form: `portable` (dspark:: nodes with function bodies) or `onnxruntime-cpu` (lowered)."""
+    """One ONNX file. form: `portable` (dspark:: nodes with function bodies), or lowered: `onnxruntime-cpu` for one
+    request, `onnxruntime-cpu-batch` for many at once."""
 
     role: str  # target | drafter
     form: str
@@ -167,12 +169,16 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What makes the confidences agree with how often drafts are accepted (sequential temperature scaling)."""
+    """What makes the confidences agree with how often drafts are accepted (sequential scaling).
 
-    temperatures: tuple[float, ...]  # of draft 1..block_size: sigmoid(logit(c_k) / T_k) takes the place of c_k
+    Of draft 1..block_size: sigmoid(logit(c_k) / T_k + b_k) takes the place of confidence c_k.
+    """
+
+    temperatures: tuple[float, ...]  # T
     rounds: int  # that they were fitted on
     prompts: int  # that these rounds came from
     temperature: float  # that the target sampled at in them; 0: greedily
+    shifts: tuple[float, ...] = ()  # b; none: all are 0, as in bundles of older versions
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,7 @@ class Steps:
 
     tokens: tuple[int, ...]  # in all requests of a step, rising
     steps_per_second: tuple[float, ...]
+    requests: int = 1  # in a step; of steps with fewer tokens, as many as these
 
 
 @dataclass(frozen=True)
@@ -206,12 +213,14 @@ class Sps:
     """Steps per second of the verify engine by tokens per step, and what a draft costs, on one machine."""
 
     table: Steps
-    draft_ms: tuple[float, ...]  # of draft length 1..block_size
+    draft_ms: tuple[float, ...]  # of draft length 1..block_size, for one request
     context: int  # committed tokens before every step
     repeats: int  # every figure is a median of so many
     machine: Machine
     engine: Measured
     when: str  # ISO 8601, UTC
+    requests_draft_ms: tuple[float, ...] = ()  # of the default draft length, for 1, 2, .. requests at once
+    fewer: tuple[Steps, ...] = ()  # the same as `table`, of steps with fewer requests, rising
 
 
 @dataclass(frozen=True)
@@ -229,7 +238,8 @@ class Manifest:
     engines: tuple[Engine, ...] = field(default=())
     plugins: tuple[Plugin, ...] = field(default=())
     calibration: Calibration | None = None
-    sps: Sps | None = None
+    sps: Sps | None = None  # of the engines that run one request,
+    batch_sps: Sps | None = None  # and of those that run many at once
     parity: str | None = None  # the parity report's file
 
     def graph(self, role: str, form: str) -> Graph:

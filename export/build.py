@@ -13,7 +13,7 @@ from dspark.export import bundle, parity
 from dspark.export.checkpoints import Checkpoint, load_checkpoint
 from dspark.export.engines import build_engines, check_states, prepare
 from dspark.export.lowering.attention import check_head_dim
-from dspark.export.lowering.onnxruntime_cpu import lower
+from dspark.export.lowering.onnxruntime_cpu import FORMS, lower
 from dspark.export.network import Options as EngineOptions
 from dspark.export.onnx import IR_VERSION, OPSET, export_drafter, export_target
 from dspark.export.pair import assemble
@@ -33,7 +33,7 @@ class Options:
     checkpoint: Path
     target: str
     out: Path
-    max_batch_size: int = 1
+    max_batch_size: int = manifest.MAX_BATCH_SIZE
     max_context_len: int | None = None
     draft_len: int | None = None
     engines: EngineOptions | None = None  # TensorRT engines to build as well
@@ -107,7 +107,7 @@ def _export_graphs(
     progress("exporting the drafter graph")
     portable.append(export_drafter(drafter, target, folder))
     progress("lowering for ONNX Runtime on CPU")
-    lowered = [lower(folder, graph) for graph in portable]
+    lowered = [lower(folder, graph, form) for form in FORMS for graph in portable]
     return portable + lowered, steps, Heads(drafter)
 
 

@@ -19,6 +19,7 @@ from dspark.errors import DSparkError, UsageError
 from dspark.export.demo import DEMO, demo_drafter, demo_target
 from dspark.export.progress import Progress
 from dspark.export.quiet import import_quietly
+from dspark.manifest import MAX_BATCH_SIZE
 from dspark.tensorrt import BACKENDS
 
 
@@ -44,7 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", metavar="TYPE", help="number format: of ONNX graphs fp32, of engines bf16 (default), fp16 or fp32"
     )
-    parser.add_argument("--max-batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)")
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        default=MAX_BATCH_SIZE,
+        metavar="N",
+        help=f"requests at once that the runtime makes room for by default (default: {MAX_BATCH_SIZE})",
+    )
     parser.add_argument(
         "--max-context-len", type=int, metavar="N", help="tokens a request may hold (default: the target's, max 4096)"
     )
@@ -112,10 +119,6 @@ def _inputs(args: argparse.Namespace) -> tuple[Path, str]:
     for option, value in (("--max-batch-size", args.max_batch_size), ("--max-context-len", args.max_context_len)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: must be at least 1")
-    if args.max_batch_size > 1:
-        raise UsageError(
-            f"--max-batch-size {args.max_batch_size}: not supported yet, the runtime takes one request; use 1"
-        )
     if args.ckpt != DEMO and args.target is None:
         raise UsageError("--target is missing; it names the model that the drafter was trained for")
     from dspark.export.locate import locate

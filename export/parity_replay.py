@@ -23,7 +23,8 @@ def replay(
     """Every turn with the outputs that the graph `file` gives it: names as in the graph, first axis rows or positions.
 
     role: target | drafter. form: `portable` runs all requests of a step in one call over shared, paged caches;
-    `onnxruntime-cpu` one request at a time over a cache that it updates in place. threads: None takes one per core.
+    `onnxruntime-cpu-batch` likewise over one page for each request, updated in place; `onnxruntime-cpu` one request at
+    a time over a cache of its own, in place. threads: None takes one per core.
     window: the graph's largest; its caches are then rings as small as the session allows, which the portable form runs
     after the pages, in a second session.
     """
@@ -36,10 +37,16 @@ def replay(
             paged = _PagedCaches(session, rows, requests=len(steps[0]), ring=size)
             for step in steps:
                 yield from _split(role, step, _run(paged, feeds, step, paged.pages))
+        return
+    capacity = rows + 3 * max(turn.block_rows for step in steps for turn in step)  # rows beyond: scratch of a draft
+    if form == "onnxruntime-cpu-batch":
+        shared = _LinearCaches(session, capacity, ring, requests=len(steps[0]))
+        pages = np.arange(len(steps[0]), dtype=np.int32)[::-1, None]
+        for step in steps:
+            yield from _split(role, step, _run(shared, feeds, step, pages))
     else:
-        capacity = rows + 3 * max(turn.block_rows for step in steps for turn in step)  # rows beyond: scratch of a draft
         linear = [_LinearCaches(session, capacity, ring) for _ in steps[0]]
-        pages = np.zeros((2, 1), dtype=np.int32)
+        pages = np.zeros((len(steps[0]), 1), dtype=np.int32)
         for turn in (turn for step in steps for turn in step):
             yield from _split(role, [turn], _run(linear[turn.request], feeds, [turn], pages))
 
@@ -126,7 +133,7 @@ class _Caches:
         self, session: onnxruntime.InferenceSession, pages: int, capacity: int, ring: int = 0, requests: int = 1
     ):
         """ring: rows of the caches whose rows are the dimension W; 0: as many as of the others."""
-        self.session = session
+        self.session, self.requests = session, requests
         self.inputs = {node.name for node in session.get_inputs()}
         kept = ("_cache_out.", "_state_out.")
         self.outputs = [node.name for node in session.get_outputs() if not any(part in node.name for part in kept)]
@@ -195,14 +202,14 @@ class _PagedCaches(_Caches):
 
 
 class _LinearCaches(_Caches):
-    """One request; input and output of a cache are bound to one buffer, as the lowered graphs expect."""
+    """A page for each request; input and output of a cache are bound to one buffer, as the lowered graphs expect."""
 
-    def __init__(self, session: onnxruntime.InferenceSession, capacity: int, ring: int = 0):
-        super().__init__(session, 1, capacity, ring)
+    def __init__(self, session: onnxruntime.InferenceSession, capacity: int, ring: int = 0, requests: int = 1):
+        super().__init__(session, requests, capacity, ring, requests)
         self.values = {n: onnxruntime.OrtValue.ortvalue_from_numpy(buffer) for n, buffer in self.buffers.items()}
 
     def places(self, step: Step) -> list[int]:
-        return [0]
+        return [0] if self.requests == 1 else super().places(step)
 
     def run(self, feeds: Arrays, step: Step) -> Arrays:
         binding = self.session.io_binding()

@@ -11,15 +11,16 @@ Sizes = tuple[int, int, int]  # smallest, usual, largest
 def plan(manifest: Manifest, role: str, wanted: Mapping[str, Sizes], fixed_block: bool = False) -> dict[str, Sizes]:
     """The sizes of every dimension of a role's portable graph: those `wanted`, else what the bundle's limits ask for.
 
-    fixed_block: blocks have the drafter's block size and no other. UsageError, naming the input, for sizes that are no
+    An engine runs one request at a time, whatever max_batch_size the bundle has. fixed_block: blocks have the drafter's
+    block size and no other. UsageError, naming the input, for sizes that are no
     range or that the runtime would leave.
     """
     graph = manifest.graph(role, "portable")
-    block, batch = manifest.drafter.block_size, manifest.profiles.max_batch_size
-    rows, most = batch * (manifest.profiles.draft_len + 1), batch * (block + 1)
+    block = manifest.drafter.block_size
+    rows, most = manifest.profiles.draft_len + 1, block + 1
     # The block's own rows are written behind the committed ones.
     capacity = manifest.profiles.max_context_len + block
-    sizes: dict[str, Sizes] = {"R": (1, batch, batch), "P": (1, batch, batch), "N": (1, 1, 1)}
+    sizes: dict[str, Sizes] = {"R": (1, 1, 1), "P": (1, 1, 1), "N": (1, 1, 1)}
     sizes["C"] = (block + 1, capacity, capacity)
     if role == "target":
         sizes |= {"T": (1, rows, max(CHUNK, most)), "L": (1, rows, most)}

@@ -51,6 +51,11 @@ def input_names(node: ir.Node) -> list[str]:
     return node.attributes["inputs"].as_string().split(",")
 
 
+def inputs_by_name(node: ir.Node) -> dict[str, ir.Value | None]:
+    """The inputs that a `dspark::` node has."""
+    return dict(zip(input_names(node), node.inputs, strict=True))
+
+
 def constant_ints(value: ir.Value | None) -> list[int] | None:
     """The integers of a constant, flattened; None where the value is not a small constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)

@@ -145,22 +145,34 @@ def _check_values(manifest: Manifest, where: str) -> None:
 
 def _measured(manifest: Manifest) -> Iterator[tuple[str, str, str, bool]]:
     """(field, the command that writes it, what has to hold, whether it does) of what was measured after the export."""
-    drafter, sps, calibration = manifest.drafter, manifest.sps, manifest.calibration
+    drafter, calibration = manifest.drafter, manifest.calibration
     if calibration is not None:
         wanted = "the drafter has a confidence head, and calibration.temperatures are block_size finite numbers above 0"
         right = _positive(calibration.temperatures, drafter.block_size) and drafter.confidence.enabled
         yield "calibration", "calibrate", wanted, right
-    if sps is not None:
-        tokens, speeds = sps.table.tokens, sps.table.steps_per_second
-        rising = all(a < b for a, b in zip((0, *tokens), (*tokens, MOST_TOKENS + 1), strict=True))
-        wanted = f"sps.table.tokens are one number or more, rising, from 1 to {MOST_TOKENS}"
-        yield "sps", "profile", wanted, bool(tokens) and rising
-        wanted = "sps.table.steps_per_second are finite numbers above 0, one for each of tokens"
-        yield "sps", "profile", wanted, _positive(speeds, len(tokens))
-        wanted = "sps.draft_ms are block_size finite numbers above 0"
-        yield "sps", "profile", wanted, _positive(sps.draft_ms, drafter.block_size)
-        wanted = "1 <= sps.context < profiles.max_context_len"
-        yield "sps", "profile", wanted, 1 <= sps.context < manifest.profiles.max_context_len
+        wanted = "calibration.shifts are block_size finite numbers, or none"
+        shifts = calibration.shifts
+        right = len(shifts) in (0, drafter.block_size) and all(abs(shift) < float("inf") for shift in shifts)
+        yield "calibration", "calibrate", wanted, right
+    for name, sps in (("sps", manifest.sps), ("batch_sps", manifest.batch_sps)):
+        if sps is None:
+            continue
+        for at, table in (("table", sps.table), *((f"fewer[{i}]", steps) for i, steps in enumerate(sps.fewer))):
+            tokens = table.tokens
+            rising = all(a < b for a, b in zip((0, *tokens), (*tokens, MOST_TOKENS + 1), strict=True))
+            wanted = f"{name}.{at}.tokens are one number or more, rising, from 1 to {MOST_TOKENS}"
+            yield name, "profile", wanted, bool(tokens) and rising
+            wanted = f"{name}.{at}.steps_per_second are finite numbers above 0, one for each of tokens"
+            yield name, "profile", wanted, _positive(table.steps_per_second, len(tokens))
+        counts = [0, *(steps.requests for steps in (*sps.fewer, sps.table))]
+        wanted = f"{name}: the requests of fewer and table rise, from 1"
+        yield name, "profile", wanted, all(a < b for a, b in zip(counts, counts[1:], strict=False))
+        wanted = f"{name}.draft_ms are block_size finite numbers above 0"
+        yield name, "profile", wanted, _positive(sps.draft_ms, drafter.block_size)
+        wanted, more = f"{name}.requests_draft_ms are finite numbers above 0", sps.requests_draft_ms
+        yield name, "profile", wanted, _positive(more, len(more))
+        wanted = f"1 <= {name}.context < profiles.max_context_len"
+        yield name, "profile", wanted, 1 <= sps.context < manifest.profiles.max_context_len
 
 
 def _positive(values: Sequence[float], count: int) -> bool:

@@ -33,13 +33,13 @@ def commit(target: Target, verdict: Verdict) -> Commit:
     if verdict.stepwise:
         return Commit("replay", verdict.taps)
     if not target.can_commit(kept):
-        return Commit("replay", _replay(target, target.ran[:kept], taps=verdict.taps is not None))
+        return Commit("replay", replay(target, target.ran[:kept], taps=verdict.taps is not None))
     target.commit(kept)
     kind: Kind = "full" if verdict.accepted == verdict.verified else "partial"
     return Commit(kind, None if verdict.taps is None else verdict.taps[:kept])
 
 
-def _replay(target: Target, tokens: Sequence[int], *, taps: bool) -> Rows | None:
+def replay(target: Target, tokens: Sequence[int], *, taps: bool) -> Rows | None:
     """Run and commit `tokens` one at a time; their taps."""
     rows = []
     for token in tokens:

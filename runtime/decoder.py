@@ -8,14 +8,19 @@ import numpy as np
 from dspark.errors import UsageError
 from dspark.manifest import Manifest
 from dspark.runtime import profile
+from dspark.runtime.batch import PREFILL, QUEUE, Batch
 from dspark.runtime.bundle import Bundle, open_bundle, read_draft_tokens
 from dspark.runtime.draft import Drafter
 from dspark.runtime.engines.base import NOISE, Engine
 from dspark.runtime.engines.open import ONNXRUNTIME, check_threads, open_engines
-from dspark.runtime.session import Chunk, Generation, OnRound, Prompt, Session
+from dspark.runtime.request import Chunk, Generation, OnRound, Prompt
+from dspark.runtime.schedule import make_scheduler
+from dspark.runtime.session import Session
 from dspark.runtime.throughput import SpsTable
 from dspark.runtime.tokens import Tokenizer, load_tokenizer
 from dspark.runtime.verify import DraftVocabulary
+
+MOST_REQUESTS = 1024
 
 
 def load(
@@ -24,22 +29,34 @@ def load(
     backend: str = ONNXRUNTIME,
     threads: int | None = None,
     max_context_len: int | None = None,
+    max_batch_size: int | None = 1,
 ) -> "Decoder":
     """Open a bundle and load its engines.
 
     backend: onnxruntime (on the CPU), or tensorrt or tensorrt-rtx where the bundle has engines for them. threads: per
     engine run on the CPU; None: one per core. max_context_len: a smaller context limit than the bundle's, in tokens.
-    UsageError when the bundle is damaged or an option is out of range; DSparkError when the backend is missing.
+    max_batch_size: requests at once, for `Decoder.batch`; with more than 1 other graphs of the bundle are used, and
+    each request has caches of its own; None: as many as the bundle was exported for. UsageError when the bundle is
+    damaged or an option is out of range; DSparkError when the backend is missing.
     """
     bundle, limit = _open(folder, threads, max_context_len)
-    target, drafter = open_engines(bundle, ("target", "drafter"), backend, limit, threads)
+    if max_batch_size is None:
+        max_batch_size = bundle.manifest.profiles.max_batch_size
+    if not 1 <= max_batch_size <= MOST_REQUESTS:
+        raise UsageError(f"max batch size {max_batch_size}: must be from 1 to {MOST_REQUESTS}")
+    target, drafter = open_engines(bundle, ("target", "drafter"), backend, limit, threads, max_batch_size)
     tokenizer, draft_tokens = load_tokenizer(bundle), read_draft_tokens(bundle)
     decoder = Decoder(bundle.manifest, target, drafter, tokenizer, limit, draft_tokens)
-    sps, engines = bundle.manifest.sps, profile.these_engines(backend, target, drafter, threads)
-    why = profile.misfit(sps, profile.this_machine(backend), engines)
+    sps = bundle.manifest.sps if max_batch_size == 1 else bundle.manifest.batch_sps
+    engines = profile.these_engines(backend, target, drafter, threads)
+    why = profile.misfit(sps, profile.this_machine(backend), engines, max_batch_size)
     if sps is not None and why is None:
-        decoder.sps = SpsTable(sps.table.tokens, sps.table.steps_per_second)
-    decoder.no_sps = why and f"bundle {folder}: {why}; make one: {profile.command(folder, engines)}"
+        alone = sps.draft_ms[bundle.manifest.profiles.draft_len - 1]
+        seconds = tuple(ms / 1e3 for ms in sps.requests_draft_ms or (alone,))
+        fewer = tuple(SpsTable(t.tokens, t.steps_per_second, requests=t.requests) for t in sps.fewer)
+        decoder.sps = SpsTable(sps.table.tokens, sps.table.steps_per_second, seconds, sps.table.requests, fewer)
+    command = profile.command(folder, engines, max_batch_size)
+    decoder.no_sps = why and f"bundle {folder}: {why}; make one: {command}"
     return decoder
 
 
@@ -92,9 +109,30 @@ class Decoder:
         self.can_draw = NOISE in drafter.inputs and (draft_tokens is not None or size == known)
         self.sps: SpsTable | None = None  # the profile of the target engine; None: not measured
         self.no_sps: str | None = None  # why there is none for these engines on this machine, and what to do
-        calibration = manifest.calibration  # temperatures of the confidences, by position
-        self.calibration: tuple[float, ...] | None = None if calibration is None else calibration.temperatures
-        self.owner: Session | None = None  # whose state the engines' caches hold
+        self.calibration = manifest.calibration  # of the confidences; None: they are taken as they are
+        self.owner: Session | Batch | None = None  # whose state the engines' caches hold
+
+    def batch(
+        self,
+        scheduler: str | None = None,
+        *,
+        confidence_threshold: float | None = None,
+        draft_len: int | None = None,
+        max_queue: int = QUEUE,
+        prefill: int = PREFILL,
+    ) -> Batch:
+        """Many requests at once, on engines loaded with `max_batch_size`; see `Batch` for the other arguments.
+
+        scheduler: one of SCHEDULERS, for all requests together; None: `throughput` where the bundle has a profile of
+        these engines and the drafter has confidences, else `threshold` with a threshold, else as for a request.
+        """
+        has_confidence = self.manifest.drafter.confidence.enabled
+        if scheduler is None and confidence_threshold is None and has_confidence and self.sps is not None:
+            scheduler = "throughput"
+        chosen = make_scheduler(
+            scheduler, confidence_threshold, has_confidence, "coupled", self.sps, self.calibration, self.no_sps
+        )
+        return Batch(self, chosen, draft_len=draft_len, max_queue=max_queue, prefill=prefill)
 
     def session(self) -> Session:
         """A new conversation."""
@@ -122,6 +160,15 @@ class Decoder:
         if messages:
             return self._checked(self._tokenizer().encode_chat(messages))
         return self._checked([int(token) for token in prompt], given=True)  # type: ignore[arg-type]
+
+    def check_room(self, size: int) -> None:
+        """UsageError where a prompt of `size` tokens is empty, or more than the context limit."""
+        if not size:
+            raise UsageError("the prompt is empty: give at least one token")
+        if size > self.context_limit:
+            raise UsageError(
+                f"the prompt makes {size} tokens, the context limit of this bundle is {self.context_limit}: shorten it"
+            )
 
     def _checked(self, ids: list[int], given: bool = False) -> list[int]:
         size = self.manifest.target.vocab_size

@@ -4,14 +4,18 @@
 the taps of the tokens it committed, and asks for drafts after the last of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dspark.errors import UsageError
+from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Drafter as Spec
 from dspark.runtime.engines.base import NOISE, Engine, Rows, join_rows
-from dspark.runtime.target import PAGES
+
+
+class DraftError(DSparkError):
+    """A drafter's engine failed, or gave what no drafter gives. Its context is void; the target needs no drafts."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +28,29 @@ class Draft:
     # indices. Valid until the drafter's next run. None: not read.
     logits: np.ndarray | None = None
 
+    @property
+    def sound(self) -> bool:
+        """False: a number is missing that every drafter gives, as after an overflow."""
+        read = [array for array in (self.confidence, self.logits) if array is not None]
+        return min(self.tokens, default=0) >= 0 and not any(np.isnan(array).any() for array in read)
+
 
 class Drafter:
     """The drafter for one request.
 
     Its context is one row per committed token, at that token's position. `length` rows are in the engine's cache;
-    `observe` queues further ones, which enter the cache with the next proposal. The block's own rows never stay. An
-    engine has room for one request: a second drafter on it takes its cache, and the first one is told so.
+    `observe` queues further ones, which enter the cache with the next proposal. The block's own rows never stay. A
+    place in an engine is for one request: a second drafter there takes its cache, and the first one is told so.
     """
 
-    def __init__(self, engine: Engine, spec: Spec, limit: int, chunk: int = 512):
-        """limit: the largest context in rows. chunk: how many queued rows make a run of their own (bounds memory)."""
+    def __init__(self, engine: Engine, spec: Spec, limit: int, chunk: int = 512, place: int = 0):
+        """limit: the largest context in rows. chunk: how many queued rows make a run of their own (bounds memory).
+        place: in the engine."""
         self.engine = engine
         self.spec = spec
         self.limit = limit
         self.chunk = chunk
+        self.place = place
         self.length = 0
         self._waiting: list[Rows] = []
 
@@ -59,7 +71,10 @@ class Drafter:
         self.length = min(self.length, rows)
 
     def observe(self, taps: Rows) -> None:
-        """Take the taps fp32 [n, m*H] of the n tokens committed since the last call, in order. They are copied."""
+        """Take the taps fp32 [n, m*H] of the n tokens committed since the last call, in order. They are copied.
+
+        UsageError for other arrays, and for more rows than the context holds; DraftError where the engine fails.
+        """
         if taps.ndim != 2 or taps.dtype != np.float32:
             raise UsageError(
                 f"drafter: taps {taps.dtype} {list(taps.shape)}; give float32 [tokens, taps * hidden size]"
@@ -92,42 +107,17 @@ class Drafter:
         temperature, noise: above 0, token k is drawn: the argmax of logits / temperature + noise, with the caller's
         Gumbel noise fp32 [draft_len, Vd]. At 0 it is the logits' argmax, and there is no noise.
         read_confidence=False and read_logits=False leave those in the engine. UsageError for a wrong draft_len,
-        temperature or noise, and for a bundle that cannot draw.
+        temperature or noise, and for a bundle that cannot draw. DraftError where the engine fails, or a confidence or
+        logit that was read is no number.
         """
-        size = self.spec.block_size if draft_len is None else draft_len
-        if not 1 <= size <= self.spec.block_size:
-            raise UsageError(f"draft length {size}: this drafter takes 1 to {self.spec.block_size}")
-        self._check_noise(size, temperature, noise)
+        drawn = Drawing(temperature, noise, read_logits)
+        _check(self, draft_len, [drawn])
         if taps is not None:
             self.observe(taps)
-        context = self._take()
-        if not len(context):
-            raise UsageError("drafter: no new committed tokens; a proposal needs the taps of at least one")
-        # More rows than a chunk can only come from one large hand-over.
-        while len(context) > self.chunk:
-            self._extend(context[: self.chunk])
-            context = context[self.chunk :]
-        with_confidence = read_confidence and self.spec.confidence.enabled
-        wanted = {"draft_tokens": True, "confidence": with_confidence, "draft_logits": read_logits}
-        fetch = tuple(name for name, is_wanted in wanted.items() if is_wanted)
-        block = [anchor] + [self.spec.mask_token_id] * (size - 1)
-        outputs = self._run(block, context, fetch, temperature, noise)
-        confidence = outputs["confidence"][0].copy() if with_confidence else None
-        logits = outputs["draft_logits"][0] if read_logits else None
-        return Draft(outputs["draft_tokens"][0].tolist(), confidence, logits)
-
-    def _check_noise(self, size: int, temperature: float, noise: np.ndarray | None) -> None:
-        if not 0 <= temperature < np.inf:
-            raise UsageError(f"drafter: temperature {temperature}: must be a number from 0")
-        if (noise is None) != (temperature == 0):
-            raise UsageError("drafter: noise is for a temperature above 0: give both, or neither")
-        if noise is None:
-            return
-        if NOISE not in self.engine.inputs:
-            raise UsageError("drafter: this bundle was exported without noise, so drafts are greedy; export it again")
-        shape = (size, self.spec.draft_vocab_size)
-        if noise.dtype != np.float32 or noise.shape != shape:
-            raise UsageError(f"drafter: noise {noise.dtype} {list(noise.shape)}; give float32 {list(shape)}")
+        (draft,) = propose_all([self], [anchor], draft_len, [drawn], read_confidence=read_confidence)
+        if not draft.sound:
+            raise DraftError(UNSOUND)
+        return draft
 
     def _take(self) -> Rows:
         waiting, self._waiting = self._waiting, []
@@ -136,38 +126,130 @@ class Drafter:
     def _extend(self, context: Rows) -> None:
         """Add context rows without wanting drafts: the graph needs a block, so it gets the smallest."""
         for at in range(0, len(context), self.chunk):
-            self._run([self.spec.mask_token_id], context[at : at + self.chunk], ())
+            _run([self], [[self.spec.mask_token_id]], [context[at : at + self.chunk]], [Drawing()], ())
 
-    def _run(
-        self,
-        block: list[int],
-        context: Rows,
-        fetch: tuple[str, ...],
-        temperature: float = 0.0,
-        noise: np.ndarray | None = None,
-    ) -> dict[str, np.ndarray]:
-        """One engine run: context rows take the positions after the cached ones, block rows those after them."""
-        size, rows, anchor_position = len(block), len(context), self.length + len(context)
-        if self.engine.owner is not self:
-            if self.length:
+    def _next_context(self) -> Rows:
+        """The queued rows that the next proposal brings; UsageError where there are none."""
+        context = self._take()
+        if not len(context):
+            raise UsageError("drafter: no new committed tokens; a proposal needs the taps of at least one")
+        # More rows than a chunk can only come from one large hand-over.
+        while len(context) > self.chunk:
+            self._extend(context[: self.chunk])
+            context = context[self.chunk :]
+        return context
+
+
+UNSOUND = "drafter: it gave numbers that are none (NaN)"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a request's drafts are drawn; see `Drafter.propose`."""
+
+    temperature: float = 0.0
+    noise: np.ndarray | None = None
+    read_logits: bool = False
+
+    def check(self, engine: Engine, spec: Spec, size: int) -> None:
+        if not 0 <= self.temperature < np.inf:
+            raise UsageError(f"drafter: temperature {self.temperature}: must be a number from 0")
+        if (self.noise is None) != (self.temperature == 0):
+            raise UsageError("drafter: noise is for a temperature above 0: give both, or neither")
+        if self.noise is None:
+            return
+        if NOISE not in engine.inputs:
+            raise UsageError("drafter: this bundle was exported without noise, so drafts are greedy; export it again")
+        shape = (size, spec.draft_vocab_size)
+        if self.noise.dtype != np.float32 or self.noise.shape != shape:
+            raise UsageError(f"drafter: noise {self.noise.dtype} {list(self.noise.shape)}; give float32 {list(shape)}")
+
+
+def propose_all(
+    drafters: Sequence[Drafter],
+    anchors: Sequence[int],
+    draft_len: int | None,
+    drawings: Sequence[Drawing],
+    *,
+    read_confidence: bool = True,
+) -> list[Draft]:
+    """`Drafter.propose` of all requests in one run; but whether a draft is `sound`, the caller has to look."""
+    spec, size = drafters[0].spec, _check(drafters[0], draft_len, drawings)
+    contexts = [drafter._next_context() for drafter in drafters]
+    with_confidence = read_confidence and spec.confidence.enabled
+    with_logits = any(drawing.read_logits for drawing in drawings)
+    wanted = {"draft_tokens": True, "confidence": with_confidence, "draft_logits": with_logits}
+    fetch = tuple(name for name, is_wanted in wanted.items() if is_wanted)
+    blocks = [[anchor] + [spec.mask_token_id] * (size - 1) for anchor in anchors]
+    outputs = _run(drafters, blocks, contexts, drawings, fetch)
+    return [
+        Draft(
+            outputs["draft_tokens"][i].tolist(),
+            outputs["confidence"][i].copy() if with_confidence else None,
+            outputs["draft_logits"][i] if drawing.read_logits else None,
+        )
+        for i, drawing in enumerate(drawings)
+    ]
+
+
+def _check(drafter: Drafter, draft_len: int | None, drawings: Sequence[Drawing]) -> int:
+    """The draft length, where everything fits the drafter."""
+    size = drafter.spec.block_size if draft_len is None else draft_len
+    if not 1 <= size <= drafter.spec.block_size:
+        raise UsageError(f"draft length {size}: this drafter takes 1 to {drafter.spec.block_size}")
+    for drawing in drawings:
+        drawing.check(drafter.engine, drafter.spec, size)
+    return size
+
+
+def _run(
+    drafters: Sequence[Drafter],
+    blocks: Sequence[Sequence[int]],
+    contexts: Sequence[Rows],
+    drawings: Sequence[Drawing],
+    fetch: tuple[str, ...],
+) -> dict[str, np.ndarray]:
+    """One engine run: of each request, context rows take the positions after the cached ones, block rows those after
+    them. Blocks are of one length."""
+    engine, size = drafters[0].engine, len(blocks[0])
+    for drafter in drafters:
+        if engine.owners.get(drafter.place) is not drafter:
+            if drafter.length:
                 raise UsageError(
                     "drafter: another one used this engine's cache since; reset() and observe all taps again"
                 )
-            self.engine.owner = self
-        outputs = self.engine.run(
-            {
-                "tokens": np.array([block], np.int64),
-                "positions": np.arange(anchor_position, anchor_position + size)[None],
-                "taps": context,
-                "context_positions": np.arange(self.length, anchor_position),
-                "row_start": np.array([0, size], np.int32),
-                "context_start": np.array([0, rows], np.int32),
-                "length": np.array([self.length], np.int32),
-                "pages": PAGES,
-                "temperature": np.array([temperature], np.float32),
-            }
-            | ({} if noise is None else {NOISE: noise[None]}),
-            fetch,
-        )
-        self.length = anchor_position
-        return outputs
+            engine.owners[drafter.place] = drafter
+    lengths, counts = [drafter.length for drafter in drafters], [len(context) for context in contexts]
+    anchor_at = np.add(lengths, counts)
+    inputs = {
+        "tokens": np.array(blocks, np.int64),
+        "positions": anchor_at[:, None] + np.arange(size),
+        "taps": join_rows(contexts),
+        "context_positions": np.concatenate([np.arange(n, end) for n, end in zip(lengths, anchor_at, strict=True)]),
+        "row_start": np.arange(len(drafters) + 1, dtype=np.int32) * np.int32(size),
+        "context_start": np.cumsum([0, *counts]).astype(np.int32),
+        "length": np.array(lengths, np.int32),
+        "pages": np.array([[drafter.place] for drafter in drafters], np.int32),
+        "temperature": np.array([drawing.temperature for drawing in drawings], np.float32),
+    }
+    if any(drawing.noise is not None for drawing in drawings):
+        inputs[NOISE] = _noise(drawings)
+    try:
+        outputs = engine.run(inputs, fetch)
+    except (UsageError, AssertionError):  # the caller's fault, or ours
+        raise
+    except Exception as error:  # a backend has its own kinds
+        raise DraftError(f"drafter: {str(error) or type(error).__name__}") from error
+    for drafter, end in zip(drafters, anchor_at.tolist(), strict=True):
+        drafter.length = end
+    return outputs
+
+
+def _noise(drawings: Sequence[Drawing]) -> np.ndarray:
+    """[R, G, Vd]; that of greedy requests is never read."""
+    first = next(drawing.noise for drawing in drawings if drawing.noise is not None)
+    noise = np.empty((len(drawings), *first.shape), np.float32)
+    for row, drawing in zip(noise, drawings, strict=True):
+        if drawing.noise is not None:
+            row[:] = drawing.noise
+    return noise

@@ -7,7 +7,7 @@ from time import perf_counter
 import numpy as np
 
 from dspark.runtime.commit import Kind, commit
-from dspark.runtime.draft import Draft, Drafter
+from dspark.runtime.draft import Draft, Drafter, DraftError
 from dspark.runtime.schedule import Scheduler
 from dspark.runtime.target import Target
 from dspark.runtime.verify import Judge, verify
@@ -46,6 +46,7 @@ class Round:
     verify_ms: float
     total_ms: float
     engine_ms: float  # inside engine runs: the rest of total_ms is the host's own work
+    failure: str | None = None  # why the drafter is of no more use to this generation; the output does not need it
 
 
 def decode_round(
@@ -62,25 +63,30 @@ def decode_round(
 
     budget: the most drafts that may be verified, so that no limit is overrun; with 0 nothing is drafted. drafter None:
     plain decoding. index: of the round in its generation. pause: draft nothing, but keep the drafter's context whole.
-    The round's state changes are complete when it returns: lengths, and taps handed to the drafter. Cancelled: nothing
+    The round's state changes are complete when it returns: lengths, and taps handed to the drafter. A drafter that
+    failed is not to be given back: the round says so, and goes on without drafts. Cancelled: nothing
     was decided, and the state is the one before, but for taps that the drafter has taken in.
     """
     started, before, steps = perf_counter(), _state(target, drafter), target.steps
     rules.check()
 
-    proposal = Draft([], None)  # 1. draft
-    if drafter is not None and budget > 0 and not pause:
+    proposal, failure = Draft([], None), None  # 1. draft
+    if drafter is not None and budget > 0 and not pause and rules.scheduler.drafts():
         drawing = rules.judge.drafting(target.length + 1, rules.draft_len, index)
-        proposal = drafter.propose(anchor, draft_len=rules.draft_len, read_confidence=rules.read_confidence, **drawing)
+        draft_len, confidence = rules.draft_len, rules.read_confidence
+        try:
+            proposal = drafter.propose(anchor, draft_len=draft_len, read_confidence=confidence, **drawing)
+        except DraftError as error:
+            failure = str(error)
     drafted = perf_counter()
 
     length = 0  # 2. schedule
     if proposal.tokens:
-        confidence = None if proposal.confidence is None else proposal.confidence[None]
+        sure = None if proposal.confidence is None else proposal.confidence[None]
         most = np.array([min(len(proposal.tokens), budget)])
-        (length,) = rules.scheduler.lengths(confidence, most).tolist()
+        (length,) = rules.scheduler.lengths(sure, most).tolist()
         # The cut looks at the drafts, so it is made when the length is chosen: no schedule may know of it before.
-        length = min(length, _first_stop(proposal.tokens, rules.stops))
+        length = min(length, first_stop(proposal.tokens, rules.stops))
 
     rules.check()
     verify_started = perf_counter()  # 3. verify
@@ -91,8 +97,11 @@ def decode_round(
     verified = perf_counter()
 
     kept = commit(target, verdict)  # 4. commit
-    if drafter is not None and kept.taps is not None:
-        drafter.observe(kept.taps)
+    if drafter is not None and kept.taps is not None and failure is None:
+        try:
+            drafter.observe(kept.taps)
+        except DraftError as error:
+            failure = str(error)
 
     after = _state(target, drafter)
     return Round(
@@ -102,7 +111,7 @@ def decode_round(
         confidences=None if proposal.confidence is None else proposal.confidence.tolist(),
         verified=verdict.verified,
         accepted=verdict.accepted,
-        emitted=proposal.tokens[: verdict.accepted] + ([] if verdict.extra is None else [verdict.extra]),
+        emitted=verdict.emitted(proposal),
         commit=kept.kind,
         target_steps=target.steps - steps,
         target_length=(before[0], after[0]),
@@ -111,10 +120,11 @@ def decode_round(
         verify_ms=(verified - verify_started) * 1e3,
         total_ms=(perf_counter() - started) * 1e3,
         engine_ms=(after[2] - before[2]) * 1e3,
+        failure=failure,
     )
 
 
-def _first_stop(drafts: Sequence[int], stops: frozenset[int]) -> int:
+def first_stop(drafts: Sequence[int], stops: frozenset[int]) -> int:
     """How many drafts are left when the draft is cut after its first stop token."""
     for index, token in enumerate(drafts):
         if token in stops:

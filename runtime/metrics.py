@@ -27,6 +27,7 @@ class Stats:
     target_steps: int = 0  # target forwards after the prefill: one a round, but for replays
     pauses: int = 0  # how often drafting was paused
     paused_rounds: int = 0  # rounds of those pauses
+    drafter_failures: int = 0  # 1: the drafter crashed or gave NaN, and the rest was decoded plainly
     prefill_ms: float = 0.0
     draft_ms: float = 0.0  # sum over rounds
     verify_ms: float = 0.0  # sum over rounds
@@ -104,6 +105,7 @@ class Stats:
             "net_saved": self.net_saved,
             "pauses": self.pauses,
             "paused_rounds": self.paused_rounds,
+            "drafter_failures": self.drafter_failures,
             "prefill_ms": round(self.prefill_ms, 3),
             "draft_ms": round(self.draft_ms, 3),
             "verify_ms": round(self.verify_ms, 3),

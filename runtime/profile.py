@@ -38,17 +38,18 @@ def these_engines(backend: str, target: Engine, drafter: Engine, threads: int | 
     return Measured(backend, target.version, files, None if backend in ON_GPU else threads)
 
 
-def command(folder: str | Path, engines: Measured) -> str:
-    """The command line that profiles these engines here."""
+def command(folder: str | Path, engines: Measured, requests: int = 1) -> str:
+    """The command line that profiles these engines here, for so many requests at once."""
     options = [] if engines.backend == "onnxruntime" else [f"--backend {engines.backend}"]
     options += [] if engines.threads is None else [f"--threads {engines.threads}"]
+    options += [] if requests == 1 else [f"--max-batch-size {requests}"]
     return " ".join(["dspark profile", str(folder), *options])
 
 
-def misfit(sps: Sps | None, machine: Machine, engines: Measured) -> str | None:
-    """Why a profile says nothing about these engines on this machine; None where it does."""
+def misfit(sps: Sps | None, machine: Machine, engines: Measured, requests: int = 1) -> str | None:
+    """Why a profile says nothing about these engines on this machine, with so many requests; None where it does."""
     if sps is None:
-        return "has no profile of its steps per second"
+        return f"has no profile of its steps per second{'' if requests == 1 else ' in batches'}"
     if sps.machine != machine:
         return f"its profile is of {_place(sps.machine)}, this is {_place(machine)}"
     was, now = sps.engine, engines
@@ -60,6 +61,8 @@ def misfit(sps: Sps | None, machine: Machine, engines: Measured) -> str | None:
         return f"its profile is of {_threads(was)}, not of {_threads(now)}"
     if was.files != now.files:
         return "its profile is of other graphs or engines than it has now"
+    if requests > max(1, len(sps.requests_draft_ms)):
+        return f"its profile is of up to {len(sps.requests_draft_ms)} requests at once, not of {requests}"
     return None
 
 

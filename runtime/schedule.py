@@ -4,42 +4,58 @@ Whether token k is verified may depend on confidences up to c_k, never on token 
 drawn, which is what keeps sampled output exact.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from dspark.errors import UsageError
-from dspark.runtime.throughput import PROFILE, SpsTable, Throughput, ThroughputAsync, ThroughputGlobal
+from dspark.manifest import Calibration
+from dspark.runtime.throughput import ALONE, PROFILE, SpsTable, Throughput, ThroughputAsync, ThroughputGlobal
 
 
 class Scheduler(Protocol):
     reads_confidence: bool  # False: the confidences need not leave the engine
+    looks_ahead: bool  # whether a draft is verified may hang on the draft: not for every rule
+
+    def drafts(self, asking: np.ndarray = ALONE, anchors: int = 1, beside: int = 0) -> bool:
+        """Whether a step of `anchors` requests should draft at all, for the requests `asking` [A] that could. Before
+        `lengths` of the same step; by earlier steps alone."""
+        ...
 
     def lengths(
-        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None, beside: int = 0
     ) -> np.ndarray:
         """How many drafts of each of R requests to verify, int [R], 0..drafted.
 
-        confidence fp32 [R, G], where it was read. drafted int [R]: how many of the G there are room and drafts for;
-        never by what the drafts are: a draft is cut after a stop token when the lengths are chosen. requests int [R]:
-        a number for each request, the same in all its steps and never another's; None: it is the only one.
+        confidence fp32 [R, G], where it was read; G is that of all steps. drafted int [R]: how many of the G there are
+        room and drafts for; never by what the drafts are: a draft is cut after a stop token when the lengths are
+        chosen. requests int [R]: a number for each request, the same in all its steps and never another's; None: it is
+        the only one. beside: tokens of prompts that the same step reads.
         """
         ...
 
 
-class FullBlock:
+class Always:
+    """Draft in every step."""
+
+    looks_ahead = False
+
+    def drafts(self, asking: np.ndarray = ALONE, anchors: int = 1, beside: int = 0) -> bool:
+        return True
+
+
+class FullBlock(Always):
     """Verify everything."""
 
     reads_confidence = False
 
     def lengths(
-        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None, beside: int = 0
     ) -> np.ndarray:
         return drafted
 
 
-class Threshold:
+class Threshold(Always):
     """Verify up to the first token whose confidence is below a fixed threshold (DSpark's static gate)."""
 
     reads_confidence = True
@@ -50,7 +66,7 @@ class Threshold:
         self.least = least
 
     def lengths(
-        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None, beside: int = 0
     ) -> np.ndarray:
         assert confidence is not None
         sure = confidence >= self.threshold  # NaN counts as 0
@@ -73,14 +89,14 @@ def make_scheduler(
     has_confidence: bool,
     rule: str = "greedy",
     sps: SpsTable | None = None,
-    temperatures: Sequence[float] | None = None,
+    calibration: Calibration | None = None,
     no_sps: str | None = None,
 ) -> Scheduler:
     """The scheduler for the options of a request; UsageError for options that contradict each other or the drafter.
 
     name None: `threshold` if a threshold is given, else GATE where drafts are judged by chance and the drafter has
     confidences, else `off`. A threshold of 0 is the full block. rule: greedy (temperature 0), or the sampling rule.
-    sps and temperatures, for the throughput schedulers alone: the bundle's profile and its calibration by position.
+    sps and calibration, for the throughput schedulers alone: the bundle's profile and what its confidences are worth.
     no_sps: why there is no profile, and what to do.
     """
     if name is None and threshold is None and rule in ("exact", "coupled") and has_confidence:
@@ -103,15 +119,21 @@ def make_scheduler(
     if name == "threshold":
         assert threshold is not None
         return Threshold(threshold)
-    if name == "throughput-global" and rule not in ("coupled", "greedy"):
-        raise UsageError(
-            f"scheduler {name} with sampling {rule}: it looks at the drafts that it admits, which changes the"
-            " distribution; use throughput or throughput-async, or sampling coupled"
-        )
+    kind = THROUGHPUT[name]
+    check_rule(kind, rule)
     if sps is None:
         why = no_sps or f"nobody measured this bundle's speed on this machine; {PROFILE}"
         raise UsageError(f"scheduler {name}: {why}")
-    return THROUGHPUT[name](sps, temperatures)
+    return kind(sps, calibration)
+
+
+def check_rule(scheduler: Scheduler | type[Throughput], rule: str) -> None:
+    """UsageError for a scheduler by which the rule's output would no longer be the target's."""
+    if scheduler.looks_ahead and rule not in ("coupled", "greedy"):
+        raise UsageError(
+            f"scheduler throughput-global with sampling {rule}: it looks at the drafts that it admits, which changes"
+            " the distribution; use throughput or throughput-async, or sampling coupled"
+        )
 
 
 class Pausing:

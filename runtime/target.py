@@ -1,4 +1,4 @@
-"""One request's side of the target: its engine, and how many rows of the K/V cache are committed."""
+"""A request's side of the target: its place in the engine, and how many rows of the K/V cache are committed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,6 @@ import numpy as np
 
 from dspark.errors import UsageError
 from dspark.runtime.engines.base import Engine, Rows
-
-PAGES = np.zeros((1, 1), np.int32)  # one request: page 0 holds all its rows
 
 
 @dataclass(frozen=True)
@@ -26,50 +24,27 @@ class Target:
     holds as long as no row is written further than `engine.most_rows` behind the committed ones.
     """
 
-    def __init__(self, engine: Engine, limit: int):
-        """limit: the context limit, the largest `length` that the request may reach."""
+    def __init__(self, engine: Engine, limit: int, place: int = 0):
+        """limit: the context limit, the largest `length` that the request may reach. place: in the engine."""
         self.engine = engine
         self.limit = limit
+        self.place = place
         self.length = 0
         self.steps = 0  # forwards so far
         self._written = 0  # the end of all rows that were written since the first one was
         self.ran: list[int] = []  # the last forward's tokens
 
     def forward(self, tokens: Sequence[int], logit_rows: np.ndarray, *, taps: bool = True) -> Forward:
-        """Run T tokens that follow the committed ones; their K/V rows are written but not yet committed.
-
-        Token i gets position `length` + i. logit_rows int64 [L]: the rows whose next-token logits are wanted.
-        UsageError for more tokens than the engine takes at once.
-        """
-        rows, most = len(tokens), self.engine.most_rows
-        if most is not None and rows > most:
-            raise UsageError(
-                f"target: {rows} tokens in one run, its windowed caches take up to {most}; run them in pieces"
-            )
-        self._written = max(self._written, self.length + rows)
-        self.ran = list(tokens)
-        self.steps += 1
-        outputs = self.engine.run(
-            {
-                "tokens": np.asarray(tokens, np.int64),
-                "positions": np.arange(self.length, self.length + rows),
-                "row_start": np.array([0, rows], np.int32),
-                "length": np.array([self.length], np.int32),
-                "pages": PAGES,
-                "logit_rows": logit_rows,
-            },
-            ("logits", "taps") if taps else ("logits",),
-        )
-        return Forward(outputs["logits"], outputs.get("taps"))
+        """`forward_all` of this request alone."""
+        return forward_all([self], [tokens], [logit_rows], taps=taps)[0]
 
     def can_commit(self, kept: int) -> bool:
         """Whether the state behind the last forward's first `kept` rows is there, or has to be made by running them."""
         return not self.engine.slots or len(self.ran) - kept < self.engine.slots
 
     def commit(self, kept: int) -> None:
-        """Of the last forward's rows, the first `kept` stay; `can_commit` must hold."""
-        self.engine.keep(kept)
-        self.length += kept
+        """`commit_all` of a forward of this request alone."""
+        commit_all([self], [kept])
 
     def truncate(self, rows: int) -> None:
         """Keep the first `rows` committed rows; none of them where rings have lost rows that their windows reach, or
@@ -80,3 +55,55 @@ class Target:
         self.length = rows if in_rings and in_states else 0
         if self.length == 0:
             self._written = 0
+
+
+def forward_all(
+    targets: Sequence[Target],
+    tokens: Sequence[Sequence[int]],
+    logit_rows: Sequence[np.ndarray],
+    *,
+    taps: bool = True,
+) -> list[Forward]:
+    """One run of the engine that all requests share: of each, the tokens that follow its committed ones.
+
+    Token i of a request gets position `length` + i; K/V rows are written but not yet committed. logit_rows int64 [L],
+    by request: the rows whose next-token logits are wanted. UsageError for more tokens of one request than the engine
+    takes at once.
+    """
+    engine, counts = targets[0].engine, [len(each) for each in tokens]
+    for count in counts:
+        if engine.most_rows is not None and count > engine.most_rows:
+            raise UsageError(
+                f"target: {count} tokens in one run, its windowed caches take up to {engine.most_rows}; run them in"
+                " pieces"
+            )
+    for target, each in zip(targets, tokens, strict=True):
+        target._written = max(target._written, target.length + len(each))
+        target.ran = list(each)
+        target.steps += 1
+    starts = np.cumsum([0, *counts])
+    positions = [np.arange(target.length, target.length + count) for target, count in zip(targets, counts, strict=True)]
+    outputs = engine.run(
+        {
+            "tokens": np.concatenate([np.asarray(each, np.int64) for each in tokens]),
+            "positions": np.concatenate(positions),
+            "row_start": starts.astype(np.int32),
+            "length": np.array([target.length for target in targets], np.int32),
+            "pages": np.array([[target.place] for target in targets], np.int32),
+            "logit_rows": np.concatenate([at + rows for at, rows in zip(starts, logit_rows, strict=False)]),
+        },
+        ("logits", "taps") if taps else ("logits",),
+    )
+    logits, every_tap = outputs["logits"], outputs.get("taps")
+    ends = np.cumsum([0, *(len(rows) for rows in logit_rows)])
+    return [
+        Forward(logits[ends[i] : ends[i + 1]], None if every_tap is None else every_tap[starts[i] : starts[i + 1]])
+        for i in range(len(targets))
+    ]
+
+
+def commit_all(targets: Sequence[Target], kept: Sequence[int]) -> None:
+    """Of each request's rows in the last run, which had just these, the first `kept` stay; `can_commit` must hold."""
+    targets[0].engine.keep(kept)
+    for target, count in zip(targets, kept, strict=True):
+        target.length += count

@@ -14,9 +14,14 @@ from functools import cached_property
 import numpy as np
 
 from dspark.errors import UsageError
+from dspark.manifest import Calibration
 
 PROFILE = "run `dspark profile BUNDLE`"
 MOST_TOKENS = 2**20  # in a step, of a table
+GAIN = 1.05  # by which drafting has to be faster: what was seen is old, and a draft after a pause has more to read
+PROBE = 32  # steps without a draft, after which there is one
+ALONE = np.zeros(1, int)  # the number of the only request
+Seen = tuple[np.ndarray, np.ndarray]  # numbers [R] of requests, ascending, and their survivals [R, G]
 ENDS = 1e-7  # confidences are calibrated as if they were so far from 0 and 1
 
 
@@ -31,6 +36,9 @@ class SpsTable:
 
     tokens: tuple[int, ...]  # measured sizes, ascending
     steps_per_second: tuple[float, ...]
+    draft_seconds: tuple[float, ...] = ()  # that a draft takes for 1, 2, .. requests; empty: no matter
+    requests: int = 1  # that share a step
+    fewer: tuple["SpsTable", ...] = ()  # of steps with fewer requests, by these; a step of many costs more
 
     def __post_init__(self):
         """UsageError for sizes or speeds that cannot have been measured."""
@@ -44,34 +52,26 @@ class SpsTable:
         if not all(type(speed) in (int, float) and 0 < speed < np.inf for speed in speeds):
             raise UsageError(f"profile: steps per second must be finite and above 0; {PROFILE} again")
 
-    @classmethod
-    def from_json(cls, data: object, where: str) -> "SpsTable":
-        """Of {"tokens": [B, ..], "steps_per_second": [SPS(B), ..]}; UsageError, naming `where`, for anything else."""
-        names = ("tokens", "steps_per_second")
-        for name in names:
-            if not isinstance(data, dict) or not isinstance(data.get(name), list):
-                raise UsageError(f"{where}: {name} is missing or is not a list; {PROFILE} again")
-        try:
-            return cls(*(tuple(data[name]) for name in names))  # type: ignore[index]
-        except UsageError as error:
-            raise UsageError(f"{where}: {error}") from error
-
-    def to_json(self) -> dict:
-        return {"tokens": list(self.tokens), "steps_per_second": list(self.steps_per_second)}
-
     @property
     def most(self) -> int:
         """The largest step that has a speed."""
         return self.tokens[-1]
 
-    def speeds(self, first: int, last: int) -> np.ndarray:
-        """Of steps of `first`..`last` tokens, fp64; those beyond `most` are left out. UsageError where first is."""
+    def speeds(self, first: int, last: int, beside: int = 0) -> np.ndarray:
+        """Of steps of `first`..`last` tokens and `beside` more, fp64; those beyond `most` are left out. UsageError
+        where `first` tokens alone are: the profile is of smaller batches."""
         if first > self.most:
             raise UsageError(
                 f"profile: {first} requests in a step, it was measured up to {self.most} tokens; run `dspark profile`"
                 " with more, or choose another scheduler"
             )
-        return self._curve[first : last + 1]
+        table = self if beside else next((t for t in self.fewer if t.requests >= first), self)
+        return table._curve[first + beside : last + 1 + beside]
+
+    def draft_time(self, requests: int) -> float:
+        """Seconds; of more requests than were measured, in proportion."""
+        known = len(self.draft_seconds)
+        return self.draft_seconds[min(requests, known) - 1] * max(1, requests / known)
 
     @cached_property
     def _curve(self) -> np.ndarray:
@@ -79,19 +79,27 @@ class SpsTable:
         return np.repeat(np.array(self.steps_per_second, float), np.diff(self.tokens, prepend=-1))
 
 
-def calibrated(confidence: np.ndarray, temperatures: Sequence[float] | np.ndarray) -> np.ndarray:
-    """sigmoid(logit(c) / T), float64: confidences [.., G] by the temperatures [G or more] of their positions.
+def calibrated(
+    confidence: np.ndarray,
+    temperatures: Sequence[float] | np.ndarray,
+    shifts: Sequence[float] | np.ndarray = (),
+) -> np.ndarray:
+    """sigmoid(logit(c) / T + b), float64: confidences [.., G] by the T and b [G or more] of their positions.
 
-    What sequential temperature scaling found (docs/scheduling.md). The order at a position stays; NaN stays NaN.
+    What sequential scaling found (docs/scheduling.md); without shifts they are 0. The order at a position stays; NaN
+    stays NaN.
     """
     c = np.clip(np.asarray(confidence, np.float64), ENDS, 1 - ENDS)
-    scales = np.asarray(temperatures, np.float64)[: c.shape[-1]]
-    return 1 / (1 + np.exp(np.log(1 / c - 1) / scales))
+    size = c.shape[-1]
+    against = np.log(1 / c - 1) / np.asarray(temperatures, np.float64)[:size]
+    if len(shifts):
+        against -= np.asarray(shifts, np.float64)[:size]
+    return 1 / (1 + np.exp(against))
 
 
 def survival_of(confidence: np.ndarray) -> np.ndarray:
     """a [R, G] float64: the chance that a draft and all before it are accepted. NaN counts as 0."""
-    return np.cumprod(np.where(confidence > 0, np.minimum(confidence, 1), 0), axis=1, dtype=np.float64)
+    return np.multiply.accumulate(np.fmin(np.fmax(confidence, 0), 1), axis=1, dtype=np.float64)
 
 
 def ranked(survival: np.ndarray, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -112,32 +120,78 @@ class Throughput:
     """Algorithm 1: admit draft by draft, and stop at the first that does not raise theta."""
 
     reads_confidence = True
+    looks_ahead = False
 
-    def __init__(self, sps: SpsTable, temperatures: Sequence[float] | None = None):
-        """temperatures: of every position, for `calibrated`; None: confidences are taken as they are."""
+    def __init__(self, sps: SpsTable, calibration: Calibration | None = None):
+        """calibration: of every position; None: confidences are taken as they are."""
         self.sps = sps
-        self.temperatures = temperatures
+        self.calibration = calibration
+        self._last: Seen = (np.empty(0, int), np.empty((0, 0)))  # of every request of the last step that drafted once
+        self._skipped = 0  # steps without a draft, since the last with one
+
+    def drafts(self, asking: np.ndarray = ALONE, anchors: int = 1, beside: int = 0) -> bool:
+        """Whether a draft pays for its own time in a step of `anchors` requests, of which `asking` [A] want drafts.
+
+        By the survivals that each of them had last, so nothing of the step itself is looked at: what is decided here is
+        no more bound to a token than the load is. Requests that never had any count as the mean of the others. Every
+        PROBE steps without a draft there is one, to look again.
+        """
+        if not self.sps.draft_seconds or not len(self._last[0]):
+            return True
+        expected = _remembered(*self._last, asking, self._last[1].mean(axis=0))
+        theta = self.theta(np.sort(expected, axis=None)[::-1], anchors, beside, len(asking))
+        pays = theta[self._stop(theta)] > GAIN * self.theta(theta[:0], anchors, beside)[0]
+        self._skipped = 0 if pays or self._skipped == PROBE else self._skipped + 1
+        return self._skipped == 0
 
     def lengths(
-        self, confidence: np.ndarray | None, drafted: np.ndarray, requests: np.ndarray | None = None
+        self,
+        confidence: np.ndarray | None,
+        drafted: np.ndarray,
+        requests: np.ndarray | None = None,
+        beside: int = 0,
     ) -> np.ndarray:
         assert confidence is not None
-        if self.temperatures is not None:
-            confidence = calibrated(confidence, self.temperatures)
+        if self.calibration is not None:
+            confidence = calibrated(confidence, self.calibration.temperatures, self.calibration.shifts)
         survival = survival_of(confidence)
         request, admitted = ranked(survival, drafted)
-        count = self._count(survival, admitted, drafted, requests)
+        count = self._count(survival, admitted, drafted, requests, beside)
+        if self.sps.draft_seconds:
+            self._last = self._seen(_told_apart(requests, drafted), survival, drafted)
         return np.bincount(request[:count], minlength=len(drafted))
 
-    def theta(self, admitted: np.ndarray, requests: int) -> np.ndarray:
-        """Expected tokens per second with the first n drafts of `admitted`, by n, as far as steps have speeds."""
-        speeds = self.sps.speeds(requests, requests + len(admitted))
+    def theta(self, admitted: np.ndarray, requests: int, beside: int = 0, drafting: int = 0) -> np.ndarray:
+        """Expected tokens per second with the first n drafts of `admitted`, by n, as far as steps have speeds.
+
+        drafting: how many requests the step drafted for, which took its time; 0: a step of plain decoding.
+        """
+        speeds = self.sps.speeds(requests, requests + len(admitted), beside)
+        if not len(speeds):  # prompts make the step larger than any that was measured: no drafts
+            return np.zeros(1)
+        if drafting and self.sps.draft_seconds:
+            speeds = speeds / (1 + speeds * self.sps.draft_time(drafting))
         # cumsum adds from left to right: what comes later does not change a bit of what is here.
         return np.cumsum(np.concatenate(([float(requests)], admitted[: len(speeds) - 1]))) * speeds
 
-    def _count(self, survival, admitted, drafted, requests) -> int:
+    def _seen(self, requests: np.ndarray, survival: np.ndarray, drafted: np.ndarray) -> Seen:
+        """The last survivals of those of `requests` that ever drafted."""
+        before, known = self._last
+        if len(before):
+            place = np.searchsorted(before, requests).clip(max=len(before) - 1)
+            stays = (before[place] == requests) & (drafted == 0)
+            survival = np.where(stays[:, None], known[place], survival)
+            drafted = drafted + stays
+        order = np.argsort(requests)
+        order = order[drafted[order] > 0]
+        return requests[order], survival[order]
+
+    def _count(self, survival, admitted, drafted, requests, beside) -> int:
         """How many of the drafts in `admitted` to verify."""
-        theta = self.theta(admitted, len(drafted))
+        return self._stop(self.theta(admitted, len(drafted), beside, int(np.count_nonzero(drafted))))
+
+    def _stop(self, theta: np.ndarray) -> int:
+        """How many drafts to admit, by the theta of every number of them."""
         better = theta[1:] > theta[:-1]
         return len(better) if better.all() else int(better.argmin())
 
@@ -145,41 +199,49 @@ class Throughput:
 class ThroughputGlobal(Throughput):
     """The most theta of all: it looks at tokens that it admits, so it is for `coupled` and greedy decoding alone."""
 
-    def _count(self, survival, admitted, drafted, requests) -> int:
-        return int(self.theta(admitted, len(drafted)).argmax())
+    looks_ahead = True
+
+    def _stop(self, theta: np.ndarray) -> int:
+        return int(theta.argmax())
 
 
-class ThroughputAsync(Throughput):
+class ThroughputAsync(ThroughputGlobal):
     """How many drafts is known before the step: the most theta of all, by the confidences of two steps before.
 
     Which ones is what the step's own confidences say. For one generation, or one batch through all its steps.
     """
 
-    def __init__(self, sps: SpsTable, temperatures: Sequence[float] | None = None):
-        super().__init__(sps, temperatures)
-        self._seen: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=2)  # requests [R] ascending, survival [R, G]
+    looks_ahead = False
 
-    def _count(self, survival, admitted, drafted, requests) -> int:
-        if requests is None:
-            if len(drafted) > 1:
-                raise ValueError("several requests need numbers that tell them apart in later steps")
-            requests = np.zeros(1, int)
-        expected = self._expected(requests, survival.shape)
+    def __init__(self, sps: SpsTable, calibration: Calibration | None = None):
+        super().__init__(sps, calibration)
+        self._history: deque[Seen] = deque(maxlen=2)  # of the last two steps
+
+    def _count(self, survival, admitted, drafted, requests, beside) -> int:
+        requests, expected = _told_apart(requests, drafted), np.ones(survival.shape)
+        if len(self._history) == 2:
+            expected = _remembered(*self._history[0], requests, expected[0])
         candidates = expected[np.arange(expected.shape[1]) < drafted[:, None]]
         order = np.argsort(requests)
         order = order[drafted[order] > 0]
-        self._seen.append((requests[order], survival[order]))
-        return int(self.theta(np.sort(candidates)[::-1], len(drafted)).argmax())
+        self._history.append((requests[order], survival[order]))
+        ascending = np.sort(candidates, kind="stable")  # which is quicker, since those of a request are in order
+        return super()._count(survival, ascending[::-1], drafted, requests, beside)
 
-    def _expected(self, requests: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-        """Survivals [R, G] by what was seen two steps before; what was not seen has confidence 1."""
-        expected = np.ones(shape)
-        if len(self._seen) < 2 or not len(self._seen[0][0]):
-            return expected
-        before, survival = self._seen[0]
+
+def _told_apart(requests: np.ndarray | None, drafted: np.ndarray) -> np.ndarray:
+    if requests is None and len(drafted) > 1:
+        raise ValueError("several requests need numbers that tell them apart in later steps")
+    return ALONE if requests is None else requests
+
+
+def _remembered(before: np.ndarray, survival: np.ndarray, requests: np.ndarray, unknown: np.ndarray) -> np.ndarray:
+    """Survivals [R, G] of `requests` as those `before` (ascending) had them; of others, `unknown` [G]."""
+    if np.array_equal(before, requests):  # as in most steps
+        return survival
+    expected = np.tile(unknown, (len(requests), 1))
+    if len(before):
         place = np.searchsorted(before, requests).clip(max=len(before) - 1)
         same = np.flatnonzero(before[place] == requests)
-        size = min(shape[1], survival.shape[1])
-        expected[same, :size] = survival[place[same], :size]
-        expected[same, size:] = expected[same, size - 1 : size]
-        return expected
+        expected[same] = survival[place[same]]
+    return expected

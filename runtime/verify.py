@@ -24,7 +24,7 @@ from dspark.runtime.sampling import (
     law_of,
     log_probs,
 )
-from dspark.runtime.target import Target
+from dspark.runtime.target import Forward, Target
 
 RULES = ("exact", "coupled", "opportunistic")
 
@@ -42,6 +42,10 @@ class Verdict:
     extra: int | None  # correction or bonus token, the next anchor; None: an accepted draft ends the text
     taps: Rows | None  # fp32 [l+1, m*H] of anchor, x1..xl (stepwise: up to xn); valid until the target's next forward
     stepwise: bool = False  # the kept rows are committed already
+
+    def emitted(self, proposal: Draft) -> list[int]:
+        """The accepted drafts, then the extra token unless a draft ends the text."""
+        return proposal.tokens[: self.accepted] + ([] if self.extra is None else [self.extra])
 
 
 def verify(
@@ -62,17 +66,25 @@ def verify(
     the engine (no drafter will want them). stepwise: a forward for each token instead, as plain decoding does, and so
     with its rounding. check: called when the target has run and nothing is decided yet; may raise Cancelled.
     """
-    drafts: list[int | None] = [*proposal.tokens[:length], None]
-    first = target.length + 1  # position of the token after the anchor
     if stepwise:
+        before = target.length
         try:
-            return _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps, check)
+            return _verify_stepwise(target, anchor, proposal, length, judge, ends, taps, check)
         except BaseException:
-            target.truncate(first - 1)  # rows of tokens that nobody gets
+            target.truncate(before)  # rows of tokens that nobody gets
             raise
     forward = target.forward([anchor, *proposal.tokens[:length]], np.arange(length + 1), taps=taps)
     check()
-    for k, draft in enumerate(drafts):
+    return decide(forward, target.length + 1, proposal, length, judge, ends)
+
+
+def decide(
+    forward: Forward, first: int, proposal: Draft, length: int, judge: "Judge", ends: Callable[[int], bool]
+) -> Verdict:
+    """The verdict on the first `length` drafts, whose rows the forward has behind their anchor's. first: the position
+    of the token after the anchor."""
+    for k in range(length + 1):
+        draft = proposal.tokens[k] if k < length else None
         token = judge.choose(forward.logits[k], first + k, draft, _logits(proposal, k, draft))
         if ends(token) or token != draft:
             break
@@ -80,7 +92,8 @@ def verify(
     return Verdict(length, k + same, None if same else token, forward.taps)
 
 
-def _verify_stepwise(target, anchor, proposal, drafts, judge, ends, taps, check) -> Verdict:
+def _verify_stepwise(target, anchor, proposal, length, judge, ends, taps, check) -> Verdict:
+    drafts: list[int | None] = [*proposal.tokens[:length], None]
     # As in plain decoding the last token has no row yet, a draft that ends the text included: it counts as the extra.
     token, rows = anchor, []
     for k, draft in enumerate(drafts):

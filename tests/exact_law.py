@@ -17,9 +17,9 @@ import numpy as np
 from fakes import TAP_WIDTH, FakeDrafter, FakeTarget, Language, fake_manifest
 from races import Weights, race_odds
 
-from dspark.runtime import Decoder, session
+from dspark.runtime import Decoder, request
 from dspark.runtime.random import ACCEPT, COUPLED, DRAFT, TARGET
-from dspark.runtime.schedule import Scheduler
+from dspark.runtime.schedule import Always, Scheduler
 from dspark.runtime.verify import DraftVocabulary
 
 EXACT = 1e-12  # what float64 may deviate
@@ -231,7 +231,7 @@ def output_law(case: Case) -> Outcome:
     """The law of the answers of one session, by all paths of its random decisions."""
     decoder, walk = case.decoder(), Walk()
     found = Outcome({}, 0, 0.0, 0.0, 0.0)
-    with mock.patch.object(session, "Draws", lambda streams: decoder.drafter_engine.draws), case_scheduler(case):
+    with mock.patch.object(request, "Draws", lambda streams: decoder.drafter_engine.draws), case_scheduler(case):
         for _ in walk.paths():
             decoder.drafter_engine.draws = case.draws(walk, decoder.vocabulary, case.size)
             talk, answer, rounds = decoder.session(), [], []
@@ -249,15 +249,15 @@ def output_law(case: Case) -> Outcome:
 
 def case_scheduler(case: Case):
     if case.scheduler is None:
-        return mock.patch.object(session, "make_scheduler", session.make_scheduler)
+        return mock.patch.object(request, "make_scheduler", request.make_scheduler)
     make = case.scheduler
-    return mock.patch.object(session, "make_scheduler", lambda *_: make())
+    return mock.patch.object(request, "make_scheduler", lambda *_: make())
 
 
 def target_law(case: Case) -> dict[Tokens, float]:
     """The law of the same answers by the definition: the target alone, filtered, token by token."""
     tables = case.tables(case.seed, case.spread, case.holes)
-    options = session.Options(**{"max_new_tokens": case.new, **case.options})
+    options = request.Options(**{"max_new_tokens": case.new, **case.options})
     laws: dict[Tokens, float] = {(): 1.0}
     for _ in range(case.turns):
         ended: dict[Tokens, float] = {}
@@ -278,7 +278,7 @@ def target_law(case: Case) -> dict[Tokens, float]:
     return laws
 
 
-def token_law(logits: np.ndarray, options: session.Options, before: Tokens, answer: Tokens) -> np.ndarray:
+def token_law(logits: np.ndarray, options: request.Options, before: Tokens, answer: Tokens) -> np.ndarray:
     """The law of the next token, [V], as plainly as `Sampling` says it."""
     row = [float(x) for x in logits]
     for token in {*before, *answer}:
@@ -312,7 +312,7 @@ def check_law(case: Case) -> Outcome:
     return found
 
 
-class ByTheRoundBefore:
+class ByTheRoundBefore(Always):
     """All drafts or none, by the last confidence of the round before, which saw drafts that are drafted again."""
 
     reads_confidence = True

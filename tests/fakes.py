@@ -40,37 +40,46 @@ class Language:
 
 
 class FakeTarget:
-    """An Engine. Rows of the cache hold tokens; None is a row that nobody wrote."""
+    """An Engine. Rows of the caches hold tokens; None is a row that nobody wrote."""
 
     most_rows: int | None = None
     slots = 0
 
-    def __init__(self, language: Language, capacity: int):
+    def __init__(self, language: Language, capacity: int, requests: int = 1):
         self.language = language
+        self.requests = requests
         self.capacity = capacity
-        self.owner: object = None
+        self.owners: dict[int, object] = {}
         self.seconds = 0.0
-        self.cache: list[int | None] = [None] * capacity
+        self.caches: list[list[int | None]] = [[None] * capacity for _ in range(requests)]  # by place
+        self.cache = self.caches[0]
         self.runs: list[int] = []  # rows of every run
         self._results: list[np.ndarray] = []
 
     def run(self, inputs, fetch):
-        tokens, (length,) = inputs["tokens"], inputs["length"]
-        rows = len(tokens)
+        tokens, lengths, starts = inputs["tokens"], inputs["length"], inputs["row_start"].tolist()
+        rows, count = len(tokens), len(lengths)
         check(inputs["tokens"], np.int64, (rows,))
         check(inputs["positions"], np.int64, (rows,))
-        check(inputs["length"], np.int32, (1,))
+        check(inputs["row_start"], np.int32, (count + 1,))
+        check(inputs["length"], np.int32, (count,))
+        check(inputs["pages"], np.int32, (count, 1))
         check(inputs["logit_rows"], np.int64, (len(inputs["logit_rows"]),))
-        assert inputs["row_start"].tolist() == [0, rows] and inputs["pages"].tolist() == [[0]]
-        assert rows >= 1 and length + rows <= self.capacity, "rows beyond the cache"
-        assert inputs["positions"].tolist() == list(range(length, length + rows)), "positions do not follow the cache"
-        assert None not in self.cache[:length], "a committed row was never written"
-        self.cache[length : length + rows] = tokens.tolist()
-        prefix = self.cache[: length + rows]
+        places = inputs["pages"][:, 0].tolist()
+        assert len(set(places)) == count and max(places) < self.requests, "a place for every request"
+        assert starts[0] == 0 and starts[-1] == rows and min(np.diff(starts)) >= 1, "rows of every request"
+        prefixes = []  # of every row, its own token included
+        for place, length, first, end in zip(places, lengths.tolist(), starts, starts[1:], strict=False):
+            cache, last = self.caches[place], length + end - first
+            assert last <= self.capacity, "rows beyond the cache"
+            assert inputs["positions"][first:end].tolist() == list(range(length, last)), "positions follow the cache"
+            assert None not in cache[:length], "a committed row was never written"
+            cache[length:last] = tokens[first:end].tolist()
+            prefixes += [cache[: at + 1] for at in range(length, last)]
         logits = np.zeros((len(inputs["logit_rows"]), VOCAB), np.float32)
         for i, row in enumerate(inputs["logit_rows"]):
-            logits[i, self.language.next(prefix[: length + row + 1])] = 1
-        taps = [(prefix[p], p, self.language.hash(prefix[: p + 1])) for p in range(length, length + rows)]
+            logits[i, self.language.next(prefixes[row])] = 1
+        taps = [(prefix[-1], len(prefix) - 1, self.language.hash(prefix)) for prefix in prefixes]
         self.runs.append(rows)
         # Results of earlier runs are void: poison them, so that whoever kept one without copying is found out.
         for old in self._results:
@@ -80,7 +89,7 @@ class FakeTarget:
         return {name: results[name] for name in fetch}
 
     def keep(self, rows):
-        assert rows >= 0, "rows that the last run did not have"
+        assert all(count >= 0 for count in rows), "rows that the last run did not have"
 
 
 Policy = Callable[[Sequence[int], int], list[int]]  # (prefix with the anchor, count) -> drafts
@@ -89,53 +98,77 @@ Policy = Callable[[Sequence[int], int], list[int]]  # (prefix with the anchor, c
 class FakeDrafter:
     """An Engine that proposes by a policy. Its block rows poison the cache rows after the context, as real ones may."""
 
-    def __init__(self, language: Language, capacity: int, policy: Policy, confidence: Callable | None = None):
+    def __init__(
+        self,
+        language: Language,
+        capacity: int,
+        policy: Policy,
+        confidence: Callable | None = None,
+        requests: int = 1,
+    ):
         self.language = language
         self.inputs = {
             "taps": m.Tensor("taps", "float32", ("Tc", TAP_WIDTH)),
             "noise": m.Tensor("noise", "float32", ("R", "G", VOCAB)),
         }
+        self.requests = requests
         self.capacity = capacity
-        self.owner: object = None
+        self.owners: dict[int, object] = {}
         self.policy = policy
         self.confidence = confidence  # (drafts) -> values
         self.seconds = 0.0
-        self.cache: list[tuple | None] = [None] * capacity
+        self.caches: list[list[tuple | None]] = [[None] * capacity for _ in range(requests)]  # by place
+        self.cache = self.caches[0]
         self.context_runs: list[int] = []  # context rows of every run
         self.fetched: list[tuple] = []
 
     def run(self, inputs, fetch):
-        (block,), (length,) = inputs["tokens"].tolist(), inputs["length"]
-        size, rows = len(block), len(inputs["taps"])
-        check(inputs["tokens"], np.int64, (1, size))
-        check(inputs["positions"], np.int64, (1, size))
+        count, size = inputs["tokens"].shape
+        rows, starts = len(inputs["taps"]), inputs["context_start"].tolist()
+        check(inputs["tokens"], np.int64, (count, size))
+        check(inputs["positions"], np.int64, (count, size))
         check(inputs["taps"], np.float32, (rows, TAP_WIDTH))
         check(inputs["context_positions"], np.int64, (rows,))
-        check(inputs["length"], np.int32, (1,))
-        check(inputs["temperature"], np.float32, (1,))
-        assert ("noise" in inputs) == (inputs["temperature"][0] > 0), "noise is for drawn drafts alone"
-        end = length + rows
-        assert inputs["row_start"].tolist() == [0, size] and inputs["context_start"].tolist() == [0, rows]
-        assert rows >= 1 and end + 2 * size <= self.capacity, "rows beyond the cache"
-        assert inputs["context_positions"].tolist() == list(range(length, end)), "context positions"
-        assert inputs["positions"][0].tolist() == list(range(end, end + size)), "block positions"
-        self.cache[length:end] = [tuple(row) for row in inputs["taps"].tolist()]
-        self.cache[end : end + 2 * size] = [None] * (2 * size)
-        assert None not in self.cache[:end], "a context row was never written"
-        tokens = [int(row[0]) for row in self.cache[:end]]
-        for position, row in enumerate(self.cache[:end]):
-            expected = (tokens[position], position, self.language.hash(tokens[: position + 1]))
-            assert row == expected, f"context row {position} holds the taps of another token"
+        check(inputs["context_start"], np.int32, (count + 1,))
+        check(inputs["length"], np.int32, (count,))
+        check(inputs["pages"], np.int32, (count, 1))
+        check(inputs["temperature"], np.float32, (count,))
+        assert ("noise" in inputs) == bool((inputs["temperature"] > 0).any()), "noise is for drawn drafts alone"
+        places = inputs["pages"][:, 0].tolist()
+        assert len(set(places)) == count and max(places) < self.requests, "a place for every request"
+        assert inputs["row_start"].tolist() == [size * r for r in range(count + 1)]
+        assert starts[0] == 0 and starts[-1] == rows and min(np.diff(starts)) >= 1, "context of every request"
+        drafts = [
+            self._draft(inputs, r, place, slice(*starts[r : r + 2]), "draft_tokens" in fetch)
+            for r, place in enumerate(places)
+        ]
         self.context_runs.append(rows)
         self.fetched.append(tuple(fetch))
         if "draft_tokens" not in fetch:
             return {}
-        assert block[1:] == [MASK] * (size - 1), "the block is the anchor, then masks"
-        drafts = self.policy([*tokens, block[0]], size)
-        confidence = [1.0] * size if self.confidence is None else self.confidence(drafts)
-        results = {"draft_tokens": np.array([drafts]), "confidence": np.array([confidence], np.float32)}
-        results["draft_logits"] = np.eye(VOCAB, dtype=np.float32)[drafts][None]
+        confidence = [[1.0] * size if self.confidence is None else self.confidence(each) for each in drafts]
+        results = {"draft_tokens": np.array(drafts), "confidence": np.array(confidence, np.float32)}
+        results["draft_logits"] = np.eye(VOCAB, dtype=np.float32)[np.array(drafts)]
         return {name: results[name] for name in fetch}
+
+    def _draft(self, inputs, request: int, place: int, context: slice, wanted: bool) -> list[int]:
+        block, positions = inputs["tokens"][request].tolist(), inputs["positions"][request].tolist()
+        cache, size, length = self.caches[place], len(block), int(inputs["length"][request])
+        end = length + context.stop - context.start
+        assert end + 2 * size <= self.capacity, "rows beyond the cache"
+        assert inputs["context_positions"][context].tolist() == list(range(length, end)), "context positions"
+        assert positions == list(range(end, end + size)), "block positions"
+        cache[length:end] = [tuple(row) for row in inputs["taps"][context].tolist()]
+        cache[end : end + 2 * size] = [None] * (2 * size)
+        assert None not in cache[:end], "a context row was never written"
+        tokens = [int(row[0]) for row in cache[:end]]
+        for position, row in enumerate(cache[:end]):
+            expected = (tokens[position], position, self.language.hash(tokens[: position + 1]))
+            assert row == expected, f"context row {position} holds the taps of another token"
+        if not wanted:
+            return []
+        assert block[1:] == [MASK] * (size - 1), "the block is the anchor, then masks"
+        return self.policy([*tokens, block[0]], size)
 
 
 def check(value: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
@@ -183,9 +216,10 @@ def fake_decoder(
     limit: int = 200,
     confidence: Callable | None = None,
     has_confidence: bool = True,
+    requests: int = 1,
 ) -> Decoder:
     """A decoder over a fake pair; policy None: the oracle."""
-    target = FakeTarget(language, limit)
-    drafter = FakeDrafter(language, limit + 2 * block_size, policy or oracle(language), confidence)
+    target = FakeTarget(language, limit, requests)
+    drafter = FakeDrafter(language, limit + 2 * block_size, policy or oracle(language), confidence, requests)
     manifest = fake_manifest(block_size, confidence=has_confidence, limit=limit)
     return Decoder(manifest, target, drafter, None, limit)

@@ -11,7 +11,7 @@ class Proposing:
     """An engine whose drafts are replaced: propose(position of the first, count) -> tokens."""
 
     def __init__(self, engine, propose: Callable):
-        self.engine, self.propose, self.owner = engine, propose, None
+        self.engine, self.propose, self.owners = engine, propose, {}
 
     def __getattr__(self, name):
         return getattr(self.engine, name)

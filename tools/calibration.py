@@ -1,16 +1,15 @@
-"""Sequential temperature scaling (DSpark): confidences that agree with how often drafts are accepted.
+"""Confidences that agree with how often drafts are accepted: a temperature and a shift for each draft position.
 
 The confidence c_k estimates the chance that draft k is accepted if all before it are, so the product of c_1..c_k
-estimates the chance that the prefix of k drafts survives. For k = 1, 2, .. in order one temperature T_k is searched, by
-which sigmoid(logit(c_k) / T_k) makes that product agree best with what was observed; the earlier ones stay as found.
+estimates the chance that the prefix of k drafts survives. sigmoid(logit(c_k) / T_k + b_k) takes the place of c_k, with
+the T_k > 0 and b_k under which what became of the drafts is likeliest (Platt, 1999). The likelihood of a round is the
+product of what each draft that was reached adds to it, so the positions do not depend on each other.
 
 How well probabilities agree is their expected calibration error (ECE) over BINS bins of equal mass, each of the same
 number of rounds by ascending probability: the mean over all rounds of |mean probability - share of survivals| of their
-bin. Bins of equal width would reward a temperature that flattens all probabilities into one bin, where they agree on
-average and tell nothing apart. All arrays are float64.
+bin. All arrays are float64.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,8 @@ from dspark.runtime.throughput import calibrated, survival_of
 
 BINS = 15
 GRID = np.geomspace(0.1, 10, 101)  # temperatures that are tried; 1 is among them
-LEAST = 100  # rounds, with fewer of which a position gets the temperature of the one before
+LIMIT = 30.0  # of a shift
+LEAST = 100  # rounds that reach a position, with fewer of which it gets the scaling of the one before
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,51 @@ class Outcomes:
         """Bool, of the rounds that saw it: draft `position` and all before it were accepted."""
         return self.accepted[self.seen(position)] > position
 
+    def reached(self, position: int) -> np.ndarray:
+        """Bool [N]: rounds that saw draft `position` and accepted all before it, where its confidence is a number."""
+        return self.seen(position) & (self.accepted >= position) & ~np.isnan(self.confidence[:, position])
 
-def survival(outcomes: Outcomes, temperatures: Sequence[float] | np.ndarray) -> np.ndarray:
+
+@dataclass(frozen=True)
+class Scaling:
+    """What `calibrated` takes: a temperature and a shift for each of G positions."""
+
+    temperatures: tuple[float, ...]
+    shifts: tuple[float, ...]
+
+
+def fit(outcomes: Outcomes) -> Scaling:
+    """The likeliest scaling of every position."""
+    found = [(1.0, 0.0)]
+    for k in range(outcomes.confidence.shape[1]):
+        reached = outcomes.reached(k)
+        few = reached.sum() < LEAST
+        found.append(found[-1] if few else likeliest(outcomes.confidence[reached, k], outcomes.accepted[reached] > k))
+    return Scaling(*zip(*found[1:], strict=True))
+
+
+def likeliest(confidence: np.ndarray, accepted: np.ndarray) -> tuple[float, float]:
+    """(temperature of GRID, shift) under which it is likeliest that drafts of confidence [n] were accepted, bool [n].
+
+    The likeliest shift at a temperature makes the mean of the calibrated confidences the share of acceptances. Outcomes
+    count as almost sure, as in Platt's paper: without that a position that accepted everything would be worth 1.
+    """
+    yes, no = np.count_nonzero(accepted), np.count_nonzero(~accepted)
+    outcome = np.where(accepted, (yes + 1) / (yes + 2), 1 / (no + 2))
+    tried = np.broadcast_to(confidence[:, None], (len(confidence), len(GRID)))
+    low, high = np.full(len(GRID), -LIMIT), np.full(len(GRID), LIMIT)
+    for _ in range(25):
+        shifts = (low + high) / 2
+        over = calibrated(tried, GRID, shifts).mean(axis=0) > outcome.mean()
+        low, high = np.where(over, low, shifts), np.where(over, shifts, high)
+    p = np.clip(calibrated(tried, GRID, shifts), 1e-12, 1 - 1e-12)
+    best = int((outcome @ np.log(p) + (1 - outcome) @ np.log(1 - p)).argmax())
+    return float(GRID[best]), float(shifts[best])
+
+
+def survival(outcomes: Outcomes, scaling: Scaling) -> np.ndarray:
     """[N, G]: the estimated chance that a draft and all before it are accepted."""
-    return survival_of(calibrated(outcomes.confidence, temperatures))
-
-
-def fit(outcomes: Outcomes, bins: int = BINS) -> np.ndarray:
-    """Temperatures [G] by sequential temperature scaling; of equal errors, that of the temperature closest to 1."""
-    size = outcomes.confidence.shape[1]
-    found = np.ones(size)
-    grid = sorted(GRID, key=lambda t: abs(np.log(t)))
-    before = np.ones(len(outcomes))
-    for k in range(size):
-        seen = outcomes.seen(k)
-        if seen.sum() < LEAST:
-            found[k] = found[k - 1] if k else 1
-        else:
-            c, survived = outcomes.confidence[seen, k], outcomes.survived(k)
-            errors = [ece(before[seen] * chance(c, t), survived, bins) for t in grid]
-            found[k] = grid[int(np.argmin(errors))]
-        before = before * chance(outcomes.confidence[:, k], found[k])
-    return found
-
-
-def chance(confidence: np.ndarray, temperature: float) -> np.ndarray:
-    """[N] calibrated confidences of one position; no number counts as 0."""
-    return np.nan_to_num(calibrated(confidence[:, None], [temperature])[:, 0])
+    return survival_of(calibrated(outcomes.confidence, scaling.temperatures, scaling.shifts))
 
 
 @dataclass(frozen=True)
@@ -132,19 +150,19 @@ def auc(probability: np.ndarray, survived: np.ndarray) -> float | None:
     return float((ranks[index][survived].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
-def assess(outcomes: Outcomes, temperatures: Sequence[float] | np.ndarray, bins: int = BINS) -> list[dict]:
+def assess(outcomes: Outcomes, scaling: Scaling, bins: int = BINS) -> list[dict]:
     """Per position, of the prefix's survival: count, observed share, and {"before", "after"} with what `figures` says.
 
-    `draft_auc` is of c_k alone, among the rounds that kept all before draft k; a temperature cannot change it.
+    `draft_auc` is of c_k alone, among the rounds that kept all before draft k; a scaling cannot change it.
     """
     size = outcomes.confidence.shape[1]
-    before, after = survival_of(outcomes.confidence), survival(outcomes, temperatures)
+    before, after = survival_of(outcomes.confidence), survival(outcomes, scaling)
     positions = []
     for k in range(size):
         seen, survived = outcomes.seen(k), outcomes.survived(k)
         if not len(survived):
             break
-        reached = seen & (outcomes.accepted >= k)
+        reached = outcomes.reached(k)
         positions.append(
             {
                 "position": k + 1,
@@ -169,16 +187,17 @@ def figures(probability: np.ndarray, survived: np.ndarray, bins: int = BINS) -> 
     }
 
 
-def doubts(outcomes: Outcomes, temperatures: Sequence[float]) -> list[str]:
+def doubts(outcomes: Outcomes, scaling: Scaling) -> list[str]:
     """What should be said about a fit on `outcomes`."""
     found = []
-    for k, temperature in enumerate(temperatures):
-        count = int(outcomes.seen(k).sum())
+    for k, temperature in enumerate(scaling.temperatures):
+        count = int(outcomes.reached(k).sum())
         if count < LEAST:
-            found.append(f"draft {k + 1}: seen in {count} rounds, at least {LEAST} are needed; use more prompts")
+            found.append(f"draft {k + 1}: reached in {count} rounds, at least {LEAST} are needed; use more prompts")
         elif not GRID[0] < temperature < GRID[-1]:
+            fault = "hardly differs between" if temperature < 1 else "hardly tells"
             found.append(
-                f"draft {k + 1}: the best temperature lies beyond {temperature:g}: its confidence is wrong in a way"
-                " that no temperature mends, such as too high on average"
+                f"draft {k + 1}: the best temperature lies beyond {temperature:g}: its confidence {fault} drafts that"
+                " are accepted and others"
             )
     return found

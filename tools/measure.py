@@ -13,6 +13,7 @@ from dspark.runtime.sampling import Penalties, Sampling, law_of
 from dspark.tools import prompts as disk
 
 PLAIN = "plain"
+USELESS = "the target accepted no draft at all: the drafter does not fit the target, or is untrained"
 NEAR_TIE = 1e-4  # argmax gap below which batched and single-row forwards may round to different tokens
 
 
@@ -133,6 +134,11 @@ def _gap(logits: np.ndarray, tokens: Sequence[int], prompt: int, options: dict) 
     return float(scores[1] - scores[0]) if len(scores) == 2 else None
 
 
+def described(difference: Difference) -> str:
+    d, reason = difference, "a near-tie" if difference.near_tie else "NOT a near-tie: a fault"
+    return f"{d.prompt}, {d.setting}: differs from plain at token {d.position}, gap {short(d.gap)}, {reason}"
+
+
 def short(gap: float | None) -> str:
     return "none" if gap is None else f"{gap:.2g}"
 
@@ -171,13 +177,9 @@ def report(decoder: Decoder, runs: Sequence[Run]) -> dict:
         raise DSparkError("bench: nothing was drafted, so there is nothing to compare; raise --max-new-tokens")
     warnings = []
     if not sum(stats.accepted for stats in drafting):
-        warnings.append("the target accepted no draft at all: the drafter does not fit the target, or is untrained")
+        warnings.append(USELESS)
     differences = compare(decoder, runs)
-    for d in differences:
-        reason = "a near-tie" if d.near_tie else "NOT a near-tie: a fault"
-        warnings.append(
-            f"{d.prompt}, {d.setting}: differs from plain at token {d.position}, gap {short(d.gap)}, {reason}"
-        )
+    warnings += map(described, differences)
     names = dict.fromkeys(run.setting.name for run in runs)
     kinds = ["all", *dict.fromkeys(run.prompt.kind for run in runs)]
     settings: dict[str, dict] = {}

@@ -99,7 +99,7 @@ def _run(engine: Engine, feeds: Callable, turns: Sequence[Turn], fetch: Sequence
             kept = committed_alone(turn)
             if len(turn.tokens) - turn.commit >= engine.slots:
                 engine.run(feeds([kept], PAGES), ())
-            engine.keep(turn.commit)
+            engine.keep([turn.commit])
 
 
 def _settings(engine: Engine) -> tuple[str, parity.Tolerance, float]:

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dspark.errors import UsageError
-from dspark.export.rewriting import Nodes, constant_ints, input_names
+from dspark.export.rewriting import Nodes, constant_ints, inputs_by_name
 
 MICROSOFT = "com.microsoft"
 
@@ -42,12 +42,6 @@ def lower_attention(model: ir.Model) -> None:
     model.functions.pop(("dspark", "BlockAttention", ""), None)  # a target may have no layer that attends
 
 
-def _optional(node: ir.Node, *names: str) -> tuple[ir.Value | None, ...]:
-    """Those of a node's inputs that it need not have."""
-    given = dict(zip(input_names(node), node.inputs, strict=True))
-    return tuple(given.get(name) for name in names)
-
-
 @dataclass(frozen=True)
 class Keys:
     """The keys that layers of one kind attend over."""
@@ -70,7 +64,7 @@ class Step:
 
     @classmethod
     def of(cls, at: Nodes, node: ir.Node) -> "Step":
-        q, length, (context,) = node.inputs[0], node.inputs[6], _optional(node, "context_k")
+        q, length, context = node.inputs[0], node.inputs[6], inputs_by_name(node).get("context_k")
         rows = at.add("Shape", q, start=0, end=1)
         write_at = committed = at.add("Cast", length, to=ir.DataType.INT64)
         if context is not None:
@@ -114,7 +108,8 @@ def _lower(at: Nodes, node: ir.Node, step: Step) -> None:
     q, k, v, key_cache, value_cache = node.inputs[:5]
     assert q is not None and q.shape is not None and key_cache is not None and key_cache.shape is not None
     heads, kv_heads, depth = int(q.shape[1]), int(key_cache.shape[1]), int(q.shape[2])
-    *contexts, sinks = _optional(node, "context_k", "context_v", "sinks")
+    given = inputs_by_name(node)
+    contexts, sinks = [given.get(name) for name in ("context_k", "context_v")], given.get("sinks")
     causal, window = bool(node.attributes["causal"].as_int()), node.attributes["window"].as_int()
     keys, mode = step.keys_of(at, key_cache, causal, window), "circular" if window else "linear"
     caches = []

@@ -66,16 +66,18 @@ class Engine(Protocol):
     """One graph of a bundle, ready to run, together with the K/V caches that it updates in place.
 
     The stages hand over the inputs of the portable graph form, in numpy; an engine of another form leaves out those
-    that its graph does not have (a one-request graph needs no row markers or pages). Which cache rows mean something is
-    the stages' business: they say it with `length` in every run, so that forgetting rows costs nothing. Where `length`
-    is 0 the states of recurrent layers are taken as 0 too, whatever they are.
+    that its graph does not have (a one-request graph needs no row markers or pages). A run takes any requests in any
+    order; `pages` [R, 1] names their places, and an engine with rings names each as often as its graph wants. Which
+    cache rows mean something is the stages' business: they say it with `length` in every run, so that forgetting rows
+    costs nothing. Where `length` is 0 the states of recurrent layers are taken as 0 too, whatever they are.
     """
 
+    requests: int  # how many there is room for: their places are 0..requests - 1
     capacity: int  # rows that a request may have; of every K/V cache, but for rings
     # How many may be written behind the committed ones, so that no ring loses what it needs; None: any number.
     most_rows: int | None
     slots: int  # after how many of a run's last rows `keep` can find the states; 0: there are none, only caches
-    owner: object  # whose rows the caches hold; set and compared by those who run the engine
+    owners: dict[int, object]  # by place, whose rows the caches hold there; kept by those who run the engine
     seconds: float  # wall time spent inside runs so far: what is left of a round is the host's own work
     version: str  # of the library that runs it
     sha256: str  # of its graph or engine: with the version, what a measurement of it holds for
@@ -94,10 +96,11 @@ class Engine(Protocol):
         """
         ...
 
-    def keep(self, rows: int) -> None:
-        """The first `rows` rows of the last run are committed; 0: none, as if it had not run. Once after a run at most.
+    def keep(self, rows: Sequence[int]) -> None:
+        """Of each request of the last run, in its order, the first so many rows are committed; 0: none, as if it had
+        not run. Once after a run at most.
 
         For caches there is nothing to do. The states become those after the last committed row, which must be one of
-        the run's last `slots` rows.
+        the request's last `slots` rows.
         """
         ...

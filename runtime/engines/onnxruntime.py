@@ -2,7 +2,8 @@
 
 A cache is bound once, to one buffer, as input and as output. Small inputs are copied into bound buffers, outputs are
 written by ONNX Runtime into ours: a step with unchanged shapes binds nothing and allocates nothing. States of recurrent
-layers have two buffers: one that a step reads, one for those after its last rows; a commit copies one of these.
+layers have two buffers: one for every place, which a step of one request reads where it is, and one for those after the
+last rows of each request; a commit copies one of these.
 """
 
 import math
@@ -16,21 +17,30 @@ from dspark.manifest import CHUNK, Graph, Tensor, sized
 from dspark.runtime.bundle import Bundle
 from dspark.runtime.engines.base import NOISE, CacheRows
 
-FORM = "onnxruntime-cpu"
+FORM, BATCH_FORM = "onnxruntime-cpu", "onnxruntime-cpu-batch"
 _TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "int32": "int32"}  # as ONNX Runtime spells them
 
 
 class OnnxRuntimeEngine:
-    """An Engine (see base.py) over one ONNX file of the form `onnxruntime-cpu`."""
+    """An Engine (see base.py) over one ONNX file: for one request, or for the requests of a batch."""
 
-    def __init__(self, bundle: Bundle, role: str, capacity: int, threads: int | None = None, slack: int = CHUNK):
-        """Load the graph of `role` ("target" or "drafter") with caches of `capacity` rows, rings of window + `slack`.
+    def __init__(
+        self,
+        bundle: Bundle,
+        role: str,
+        capacity: int,
+        threads: int | None = None,
+        slack: int = CHUNK,
+        requests: int = 1,
+    ):
+        """Load the graph of `role` ("target" or "drafter") with caches of `capacity` rows, rings of window + `slack`,
+        for as many `requests` at once.
 
         threads: intra-op threads; None lets ONNX Runtime take one per core. DSparkError when the package is missing or
         refuses the file, UsageError when the graph is not what the manifest describes.
         """
         ort = _import()
-        self.graph = bundle.manifest.graph(role, FORM)
+        self.graph = bundle.manifest.graph(role, form_of(requests))
         file = bundle.path(self.graph.file)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or 0
@@ -48,28 +58,34 @@ class OnnxRuntimeEngine:
         self._ort = ort
         self.inputs = {tensor.name: tensor for tensor in self.graph.inputs}
         self._outputs = {tensor.name: tensor for tensor in self.graph.outputs}
+        self.requests = requests
         self.capacity, rows = capacity, CacheRows.of(self.graph, capacity, slack)
         self.most_rows = rows.most
         self.slots = self.graph.slots
-        self.owner: object = None
+        self.owners: dict[int, object] = {}
         self.seconds = 0.0
         self.version, self.sha256 = ort.__version__, bundle.manifest.files[self.graph.file].sha256
         try:
             # Zeroed memory of this size comes from the system untouched: rows cost memory when they are first written.
             self.caches = {
-                pair.input: np.zeros((1, pair.kv_heads, rows[pair], pair.head_dim), pair.dtype)
+                pair.input: np.zeros((requests, pair.kv_heads, rows[pair], pair.head_dim), pair.dtype)
                 for pair in self.graph.caches
             }
-            self.states = {state.input: np.zeros((1, *state.shape), state.dtype) for state in self.graph.states}
+            self.states = {s.input: np.zeros((requests, *s.shape), s.dtype) for s in self.graph.states}
             # What a run gives as states: those after its last rows, or after all rows of a shorter one.
-            self._after = {s.output: np.empty((1, s.slots, *s.shape), s.dtype) for s in self.graph.states}
+            self._flat = {
+                s.output: np.empty(requests * s.slots * math.prod(s.shape), s.dtype) for s in self.graph.states
+            }
         except MemoryError as error:
+            many = f" for {requests} requests" if requests > 1 else ""
             raise DSparkError(
-                f"{file}: no memory for K/V caches of {capacity} rows; load it with a smaller max_context_len, or"
+                f"{file}: no memory for K/V caches of {capacity} rows{many}; load it with a smaller max_context_len, or"
                 " export it with one"
             ) from error
         self._bindings: dict[tuple[str, ...], _Binding] = {}
-        self._rows = 0  # of the last run
+        # Of the last run: its requests' places, the rows that each brought, and the states after the last of these.
+        self._places, self._rows = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self._after: dict[str, np.ndarray] = {}
 
     def run(self, inputs: Mapping[str, np.ndarray], fetch: Sequence[str]) -> dict[str, np.ndarray]:
         """Engine.run; DSparkError when ONNX Runtime fails."""
@@ -89,9 +105,7 @@ class OnnxRuntimeEngine:
                     sizes[symbol] = size
         results = {name: binding.result(self._outputs[name], sizes) for name in key}
         if self.graph.states:
-            self._rows = sizes["T"]
-            for name, after in self._after.items():
-                binding.fill(name, after[:, : self._rows])
+            self._read_states(binding, inputs)
         started = time.perf_counter()
         try:
             self._session.run_with_iobinding(binding.io)
@@ -100,11 +114,27 @@ class OnnxRuntimeEngine:
         self.seconds += time.perf_counter() - started
         return results
 
-    def keep(self, rows: int) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """Engine.keep"""
-        for state in self.graph.states if rows else ():
-            after = self._after[state.output][0, : self._rows]
-            self.states[state.input][0] = after[len(after) - 1 - (self._rows - rows)]
+        for state in self.graph.states:
+            for place, ran, kept, after in zip(self._places, self._rows, rows, self._after[state.output], strict=True):
+                if kept:
+                    self.states[state.input][place] = after[len(after) - 1 - (ran - kept)]
+
+    def _read_states(self, binding: "_Binding", inputs: Mapping[str, np.ndarray]) -> None:
+        """Bind what a run reads as states and where it writes them. A batch's requests are of any places: a copy."""
+        total = len(inputs["tokens"])
+        if self.requests == 1:
+            self._rows = np.array([total])
+        else:
+            self._places, self._rows = inputs["pages"][:, 0].copy(), np.diff(inputs["row_start"])
+        for state in self.graph.states:
+            if self.requests > 1:
+                tensor = Tensor(state.input, state.dtype, ("R", *state.shape))
+                binding.feed(tensor, self.states[state.input][self._places])
+            shape = (len(self._places), min(total, state.slots), *state.shape)
+            after = self._after[state.output] = self._flat[state.output][: math.prod(shape)].reshape(shape)
+            binding.fill(state.output, after)
 
     def _bind_caches(self) -> "_Binding":
         """A binding for one set of outputs: bindings cannot drop a single output, so each set has its own."""
@@ -113,9 +143,14 @@ class OnnxRuntimeEngine:
             value = binding.wrap(self.caches[pair.input])
             binding.io.bind_ortvalue_input(pair.input, value)
             binding.io.bind_ortvalue_output(pair.output, value)
-        for name, state in self.states.items():
+        for name, state in self.states.items() if self.requests == 1 else ():
             binding.io.bind_ortvalue_input(name, binding.wrap(state))
         return binding
+
+
+def form_of(requests: int) -> str:
+    """The form of the graphs that run up to so many requests in a step."""
+    return FORM if requests == 1 else BATCH_FORM
 
 
 class _Binding:

@@ -44,7 +44,7 @@ class TensorRTEngine:
         self.device = device or Device()
         self.capacity = capacity
         self.slots = 0  # no plugin, no engine for recurrent layers
-        self.owner: object = None
+        self.requests, self.owners = 1, dict[int, object]()
         self.seconds = 0.0
         self.version, self.sha256 = trt.__version__, self.built.sha256
         library = next(p.file for p in bundle.manifest.plugins if p.sha256 == self.built.plugins)
@@ -91,7 +91,7 @@ class TensorRTEngine:
         self.seconds += time.perf_counter() - started
         return results
 
-    def keep(self, rows: int) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """Engine.keep: all that a request has is in the caches."""
 
     def _padded(self, name: str, size: int) -> int:

@@ -58,4 +58,4 @@ def instant_graphs(finished, monkeypatch):
 
     monkeypatch.setattr(build, "export_target", export_target)
     monkeypatch.setattr(build, "export_drafter", lambda _drafter, _target, _folder: made.graph("drafter", "portable"))
-    monkeypatch.setattr(build, "lower", lambda _folder, graph: made.graph(graph.role, "onnxruntime-cpu"))
+    monkeypatch.setattr(build, "lower", lambda _folder, graph, form: made.graph(graph.role, form))

@@ -127,7 +127,9 @@ class TestExport:
         made = manifest.read_manifest(finished)
         assert made.files == bundle.entries(finished)
         assert {(g.role, g.form) for g in made.io} == {
-            (role, form) for role in ("target", "drafter") for form in ("portable", "onnxruntime-cpu")
+            (role, form)
+            for role in ("target", "drafter")
+            for form in ("portable", "onnxruntime-cpu", "onnxruntime-cpu-batch")
         }
         assert set(made.source) >= {
             "checkpoint/config.json",
@@ -138,7 +140,7 @@ class TestExport:
         assert (made.drafter.block_size, made.drafter.target_layer_ids, made.drafter.mask_token_id) == (5, (0, 2), 260)
         assert (made.target.model_type, made.target.layers, made.target.stop_token_ids) == ("llama", 4, (258,))
         assert made.target.tokenizer_sha256 == made.files["tokenizer.json"].sha256
-        assert made.profiles == manifest.Profiles(max_batch_size=1, max_context_len=512, draft_len=5)
+        assert made.profiles == manifest.Profiles(max_batch_size=8, max_context_len=512, draft_len=5)
         assert made.parity == "parity.json" and made.dtype == "fp32"
 
     def test_target_files_are_copied_unchanged(self, finished, pair):

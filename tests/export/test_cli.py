@@ -68,6 +68,12 @@ def test_without_json_stdout_is_empty(capsys, base, instant_graphs):
     assert (code, out, errors) == (0, "", [])
 
 
+@pytest.mark.parametrize(("arguments", "size"), [([], 8), (["--max-batch-size", 1], 1), (["--max-batch-size", 40], 40)])
+def test_requests_at_once(capsys, base, tmp_path, instant_graphs, arguments, size):
+    assert run(capsys, *base, *arguments)[0] == 0
+    assert read_manifest(tmp_path / "engines").profiles.max_batch_size == size
+
+
 def test_an_error_with_json_is_one_object_too(capsys, base):
     code, out, errors = run(capsys, *base, "--json", "--draft-len", 9)
     assert code == 2 and json.loads(out) == {"error": errors[0].removeprefix("error: "), "exit_code": 2}

@@ -43,10 +43,17 @@ class TestProfiles:
         # The block's own rows lie behind the committed ones.
         assert target["C"] == drafter["C"] == (6, 517, 517)
 
-    def test_batches_and_short_drafts(self, made):
-        profiles = dataclasses.replace(made.profiles, max_batch_size=100, draft_len=2)
-        sizes = plan(dataclasses.replace(made, profiles=profiles), "target", {})
-        assert sizes["T"] == (1, 300, 600) and sizes["R"] == (1, 100, 100)
+    def test_short_drafts(self, made):
+        profiles = dataclasses.replace(made.profiles, draft_len=2)
+        assert plan(dataclasses.replace(made, profiles=profiles), "target", {})["T"] == (1, 3, 512)
+
+    @pytest.mark.parametrize("role", ["target", "drafter"])
+    def test_one_request_whatever_the_batch(self, made, role):
+        plans = [
+            plan(dataclasses.replace(made, profiles=dataclasses.replace(made.profiles, max_batch_size=size)), role, {})
+            for size in (1, 8, 100)
+        ]
+        assert plans[0] == plans[1] == plans[2] and all(plans[0][name] == (1, 1, 1) for name in "RPN")
 
     def test_every_input_gets_its_shapes(self, made):
         graph = made.graph("target", "portable")

@@ -115,7 +115,7 @@ def check(bundle, form, steps):
     return parity.check_target(form, bundle / read_manifest(bundle).graph("target", form).file, steps, threads=1)
 
 
-FORMS = pytest.mark.parametrize("form", ["portable", "onnxruntime-cpu"])
+FORMS = pytest.mark.parametrize("form", ["portable", "onnxruntime-cpu", "onnxruntime-cpu-batch"])
 
 
 @FORMS

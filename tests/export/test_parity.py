@@ -93,7 +93,9 @@ def test_dense_attention_sees_the_window_and_the_whole_block(recorded):
     assert attend(1, q, k, block, context, values).unique().item() == pytest.approx((2 + 3 + 4 + 20) / 5)
 
 
-FORMS = [("target", "portable"), ("target", "onnxruntime-cpu"), ("drafter", "portable"), ("drafter", "onnxruntime-cpu")]
+FORMS = [
+    (role, form) for role in ("target", "drafter") for form in ("portable", "onnxruntime-cpu", "onnxruntime-cpu-batch")
+]
 
 
 def check(bundle, role, form, recorded):
@@ -122,8 +124,10 @@ def test_right_graphs_pass(finished, recorded, role, form):
 def test_the_report_of_an_export_is_in_its_bundle(finished):
     report = json.loads((finished / "parity.json").read_text())
     assert report["passed"] and [(g["role"], g["form"]) for g in report["graphs"]] == [
-        ("target", "portable"), ("drafter", "portable"), ("target", "onnxruntime-cpu"), ("drafter", "onnxruntime-cpu")
-    ]  # fmt: skip
+        (role, form)
+        for form in ("portable", "onnxruntime-cpu", "onnxruntime-cpu-batch")
+        for role in ("target", "drafter")
+    ]
 
 
 @pytest.mark.parametrize(("role", "form"), FORMS)

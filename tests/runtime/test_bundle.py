@@ -11,7 +11,13 @@ from dspark.errors import UsageError
 from dspark.manifest import FileEntry
 from dspark.runtime.bundle import open_bundle
 
-CALIBRATION = {"temperatures": [1.5, 1, 0.5, 2, 1.0], "rounds": 900, "prompts": 10, "temperature": 0}
+CALIBRATION = {
+    "temperatures": [1.5, 1, 0.5, 2, 1.0],
+    "shifts": [-1, 0.5, 0, 0.0, 2],
+    "rounds": 900,
+    "prompts": 10,
+    "temperature": 0,
+}
 SPS = {
     "table": {"tokens": [1, 2], "steps_per_second": [20, 12.5]},
     "draft_ms": [1, 2, 3, 4, 5],
@@ -21,6 +27,21 @@ SPS = {
     "engine": {"backend": "onnxruntime", "version": "1", "files": {}, "threads": None},
     "when": "2026-01-01T00:00:00+00:00",
 }
+BATCHES = SPS | {
+    "table": {"tokens": [1, 2, 8], "steps_per_second": [20, 12.5, 9], "requests": 4},
+    "fewer": [
+        {"tokens": [1, 2], "steps_per_second": [21, 20], "requests": 1},
+        {"tokens": [2, 4], "steps_per_second": [15, 14], "requests": 2},
+    ],
+    "requests_draft_ms": [1, 2, 3, 4],
+}
+
+
+def fewer(*changes):
+    """BATCHES with so many tables of fewer requests, each changed so."""
+    steps = [*BATCHES["fewer"], {"tokens": [3], "steps_per_second": [12], "requests": 3}]
+    changed = [each | change for each, change in zip(steps, changes, strict=False)]
+    return {"batch_sps": BATCHES | {"fewer": changed}}
 
 
 @pytest.fixture(params=["bundle", "größe mit leer"])
@@ -76,8 +97,33 @@ def test_a_calibration_and_a_profile(folder):
     change(folder, calibration=CALIBRATION, sps=SPS)
     manifest = open_bundle(folder).manifest
     assert manifest.calibration.temperatures == (1.5, 1, 0.5, 2, 1) and manifest.sps.table.tokens == (1, 2)
-    assert all(type(t) is float for t in (*manifest.calibration.temperatures, *manifest.sps.draft_ms))
+    assert manifest.calibration.shifts == (-1, 0.5, 0, 0, 2)
+    numbers = (*manifest.calibration.temperatures, *manifest.calibration.shifts, *manifest.sps.draft_ms)
+    assert all(type(number) is float for number in numbers)
     assert manifest.sps.machine.cores == 2 and manifest.sps.engine.threads is None
+
+
+def test_a_profile_of_batches(folder):
+    change(folder, batch_sps=BATCHES)
+    batch = open_bundle(folder).manifest.batch_sps
+    assert [(steps.requests, steps.tokens) for steps in batch.fewer] == [(1, (1, 2)), (2, (2, 4))]
+    assert batch.table.requests == 4 and batch.fewer[1].steps_per_second == (15.0, 14.0)
+    change(folder, **fewer({}, {}, {}))
+    assert [steps.requests for steps in open_bundle(folder).manifest.batch_sps.fewer] == [1, 2, 3]
+
+
+def test_a_profile_of_an_older_version(folder):
+    """One table, whatever the requests."""
+    change(folder, sps=SPS, batch_sps=SPS | {"requests_draft_ms": [1, 2]})
+    manifest = open_bundle(folder).manifest
+    for sps in (manifest.sps, manifest.batch_sps):
+        assert sps.table.requests == 1 and sps.fewer == ()
+    assert manifest.sps.requests_draft_ms == ()
+
+
+def test_a_calibration_of_an_older_version(folder):
+    change(folder, calibration={name: value for name, value in CALIBRATION.items() if name != "shifts"})
+    assert open_bundle(folder).manifest.calibration.shifts == ()
 
 
 def test_tampered_file(folder):
@@ -171,6 +217,9 @@ STATE = {"input": "a", "output": "b", "dtype": "float32", "shape": [4, 8], "slot
         ({"calibration": CALIBRATION | {"temperatures": [1.0] * 4 + [0]}}, "above 0"),
         ({"calibration": CALIBRATION | {"temperatures": [1.0] * 4 + [10**400]}}, "temperatures"),
         ({"calibration": CALIBRATION | {"temperatures": "1"}}, "calibration.temperatures: expected a list"),
+        ({"calibration": CALIBRATION | {"shifts": [0.0] * 4}}, "shifts are block_size finite numbers"),
+        ({"calibration": CALIBRATION | {"shifts": [0.0] * 4 + [10**400]}}, "shifts"),
+        ({"calibration": CALIBRATION | {"shifts": None}}, "calibration.shifts: expected a list"),
         ({"calibration": CALIBRATION, "drafter__confidence__enabled": False}, "has a confidence head"),
         ({"calibration": [1.0]}, "calibration: expected Calibration or NoneType, found list"),
         ({"sps": {}}, "'sps.table' is missing"),
@@ -182,6 +231,21 @@ STATE = {"input": "a", "output": "b", "dtype": "float32", "shape": [4, 8], "slot
         ({"sps": SPS | {"table": {"tokens": [1, 2], "steps_per_second": [2]}}}, "steps_per_second"),
         ({"sps": SPS | {"draft_ms": [1.0]}}, "sps.draft_ms are block_size"),
         ({"sps": SPS | {"context": 200}}, "put null for sps and run dspark profile again"),
+        ({"sps": SPS | {"table": SPS["table"] | {"requests": 0}}}, "sps: the requests of fewer and table rise, from 1"),
+        ({"sps": SPS | {"table": SPS["table"] | {"requests": "1"}}}, "sps.table.requests"),
+        ({"sps": SPS | {"fewer": None}}, "sps.fewer: expected a list"),
+        ({"batch_sps": BATCHES | {"requests_draft_ms": [1, 0]}}, "batch_sps.requests_draft_ms are finite"),
+        ({"batch_sps": BATCHES | {"fewer": BATCHES["fewer"][::-1]}}, "batch_sps: the requests of fewer and table rise"),
+        (fewer({}, {"requests": 1}), "batch_sps: the requests of fewer and table rise"),
+        (fewer({}, {"requests": 4}), "put null for batch_sps and run dspark profile again"),
+        (fewer({"requests": 0}), "the requests of fewer and table rise, from 1"),
+        (fewer({}, {"requests": 5}), "the requests of fewer and table rise"),
+        (fewer({"tokens": [], "steps_per_second": []}), "batch_sps.fewer[0].tokens are one number or more"),
+        (fewer({}, {"tokens": [4, 2]}), "batch_sps.fewer[1].tokens are one number or more, rising"),
+        (fewer({}, {"tokens": [2, 2**40]}), "batch_sps.fewer[1].tokens"),
+        (fewer({}, {"steps_per_second": [15]}), "batch_sps.fewer[1].steps_per_second are finite"),
+        (fewer({"steps_per_second": [1, 0]}), "batch_sps.fewer[0].steps_per_second are finite"),
+        (fewer({"steps_per_second": [1, 10**400]}), "batch_sps.fewer[0].steps_per_second"),
         ({"calibration": json.loads('{"a":' * 80 + "1" + "}" * 80)}, "nested too deeply"),
         ({"target__max_position_embeddings": float("nan")}, "NaN is no JSON"),
     ],

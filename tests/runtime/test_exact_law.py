@@ -8,7 +8,7 @@ import pytest
 from exact_law import EXACT, ByTheRoundBefore, Case, Tables, check_law, output_law, token_law
 from races import race_odds
 
-from dspark.runtime import session
+from dspark.runtime import request
 from dspark.runtime.random import ACCEPT, COUPLED, DRAFT, TARGET, Streams
 from dspark.runtime.schedule import Pausing
 
@@ -122,7 +122,7 @@ def test_law_with_pauses(rule, monkeypatch):
 def test_acceptance_is_what_theory_says(rule, size):
     """Of the first draft: 1 - TV(p, q), p(argmax q), and the law of two Gumbel races."""
     case = Case({**WARM, "top_p": 0.9, **RULES[rule]}, size=size, block=1, new=3, seed=7)
-    tables, options = Tables(case.seed, case.spread), session.Options(**case.options)
+    tables, options = Tables(case.seed, case.spread), request.Options(**case.options)
     expected = 0.0
     for anchor, chance in enumerate(token_law(tables.logits(0, case.prompt, size), options, case.prompt, ())):
         prefix = (*case.prompt, anchor)
@@ -207,7 +207,7 @@ class Recorder(Streams):
 
 @pytest.mark.parametrize("rule", ["exact", "exact, argmax drafts", "coupled"])
 def test_numbers_are_keyed_as_the_enumeration_says(rule, monkeypatch):
-    monkeypatch.setattr(session, "Streams", Recorder)
+    monkeypatch.setattr(request, "Streams", Recorder)
     monkeypatch.setattr(Recorder, "asked", [])
     rounds, case = [], Case({**WARM, **RULES[rule]}, size=4)
     made = case.decoder().generate(case.prompt, seed=1, max_new_tokens=20, on_round=rounds.append, **case.options)

@@ -134,7 +134,7 @@ def test_a_run_that_nobody_keeps_changes_nothing(bundle):
     for target in (ours, theirs):
         run(target, PROMPT)
     ours.forward([1, 2, 3], np.arange(3))
-    ours.engine.keep(0)
+    ours.engine.keep([0])
     ours.forward([4] * (BLOCK + 1), np.arange(2))
     compare(ours, theirs)
 
@@ -151,10 +151,10 @@ def test_states_cannot_be_truncated(bundle):
 class Forced:
     """A drafter engine that knows the text, and is right for count(position of the anchor) tokens."""
 
-    capacity, seconds, owner, slots, most_rows = 10**6, 0.0, None, 0, None
+    capacity, seconds, slots, most_rows = 10**6, 0.0, 0, None
 
     def __init__(self, inputs, text, count):
-        self.inputs, self.text, self.count = inputs, text, count
+        self.inputs, self.text, self.count, self.owners = inputs, text, count, {}
 
     def run(self, inputs, fetch):
         positions = (inputs["positions"][0] + 1).tolist()
@@ -237,7 +237,7 @@ def test_a_wrong_state_is_heard(bundle, text):
     decoder = forced(bundle, text, mixed(1))
     real = decoder.target_engine.real
     keep = real.keep
-    real.keep = lambda rows: keep(max(rows - 1, 1) if rows <= BLOCK + 1 else rows)
+    real.keep = lambda rows: keep([max(n - 1, 1) if n <= BLOCK + 1 else n for n in rows])
     assert PROMPT + generate(decoder, max_new_tokens=60)[0].token_ids != text[: len(PROMPT) + 60]
 
 
@@ -305,4 +305,4 @@ def test_bundles_without_states_still_open(bundle, tmp_path):
     for graph in raw["io"]:
         del graph["states"]
     (tmp_path / MANIFEST).write_text(json.dumps(raw), encoding="utf-8")
-    assert [graph.slots for graph in read_manifest(tmp_path).io] == [0] * 4
+    assert [graph.slots for graph in read_manifest(tmp_path).io] == [0] * 6

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from exact_law import token_law
 
-from dspark.runtime import load, session
+from dspark.runtime import load, request
 
 SIZE = 8
 TOKENS = 100_000
@@ -78,7 +78,7 @@ def decoder(tmp_path_factory):
 
 def laws_of(decoder, options: dict) -> np.ndarray:
     """[8, 8]: the law of the next token after every token, by float64 and the plain filters."""
-    asked = session.Options(**options)
+    asked = request.Options(**options)
     logits = [decoder.session().next_logits([token]).astype(np.float64) for token in range(SIZE)]
     again = [decoder.session().next_logits([5, 2, 6, token]) for token in range(SIZE)]
     assert np.allclose(logits, again, atol=1e-5), "the law depends on the last token alone"

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, UsageError
 from dspark.manifest import Machine, Measured, Sps, Steps, read_manifest
 from dspark.runtime import load, profile
 from dspark.runtime.throughput import SpsTable
@@ -84,7 +84,7 @@ def test_load(pairs, tmp_path):
     (folder / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
     assert read_manifest(folder) == manifest
     decoder = load(folder)
-    assert decoder.sps == SpsTable((1, 2), (20.0, 10.0)) and decoder.no_sps is None
+    assert decoder.sps == SpsTable((1, 2), (20.0, 10.0), (0.001,)) and decoder.no_sps is None
     other = load(folder, threads=1)
     assert other.sps is None and other.no_sps.endswith(f"dspark profile {folder} --threads 1")
     assert other.generate([1, 2], max_new_tokens=3).token_ids, "decoding itself needs no profile"
@@ -92,3 +92,52 @@ def test_load(pairs, tmp_path):
         other.generate([1, 2], max_new_tokens=3, scheduler="throughput")
     assert str(caught.value) == f"scheduler throughput: {other.no_sps}" and "\n" not in other.no_sps
     assert decoder.generate([1, 2], max_new_tokens=3, scheduler="throughput").token_ids
+
+
+def speed_of(tables, first, size, beside):
+    """By the definition, from {requests: {tokens: speed}} of what was measured; None: no speed."""
+    fit = [requests for requests in sorted(tables) if requests >= first]
+    table = tables[max(tables) if beside or not fit else fit[0]]
+    return next((table[tokens] for tokens in sorted(table) if tokens >= size + beside), None)
+
+
+def test_a_profile_of_batches_is_used_by_requests(pairs, tmp_path):
+    """The table of the smallest measured number of requests that is not smaller than the step's; the fullest one where
+    prompts are beside."""
+    folder = shutil.copytree(pairs("qwen3-vanilla").bundle, tmp_path / "bundle")
+    decoder = load(folder, max_batch_size=5)
+    measured = {
+        1: {1: 100.0, 2: 98.0, 8: 90.0},
+        2: {2: 80.0, 3: 79.0, 16: 60.0},
+        4: {3: 72.0, 4: 70.0, 8: 66.0, 32: 50.0},
+        5: {1: 101.0, 2: 81.0, 3: 73.0, 4: 71.0, 5: 65.0, 40: 40.0, 104: 20.0},
+    }
+    *fewer, table = [Steps(tuple(each), tuple(each.values()), requests) for requests, each in measured.items()]
+    engines = profile.these_engines("onnxruntime", decoder.target_engine, decoder.drafter_engine, None)
+    sps = dataclasses.replace(
+        SPS,
+        table=table,
+        fewer=tuple(fewer),
+        requests_draft_ms=(2.0, 3.0, 4.0, 5.0, 6.0),
+        machine=profile.this_machine("onnxruntime"),
+        engine=engines,
+    )
+    manifest = dataclasses.replace(read_manifest(folder), batch_sps=sps)
+    (folder / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+    assert read_manifest(folder) == manifest
+    assert load(folder).sps is None, "it is not of the engines of one request"
+
+    found = load(folder, max_batch_size=5).sps
+    assert [found.draft_time(r) for r in range(1, 6)] == pytest.approx([0.002, 0.003, 0.004, 0.005, 0.006])
+    assert (found.requests, [t.requests for t in found.fewer]) == (5, [1, 2, 4])
+    for first in range(1, 9):  # more than 5: as many as have a speed
+        for last in (first, first * 8, 120):
+            for beside in (0, 1, 30, 64, 104):
+                speeds = [speed_of(measured, first, size, beside) for size in range(first, last + 1)]
+                expected = [speed for speed in speeds if speed is not None]
+                assert found.speeds(first, last, beside).tolist() == expected, (first, last, beside)
+    assert found.speeds(1, 1)[0] == 100 > found.speeds(1, 1, 1)[0] == 81, "a token of a prompt is another request"
+    assert found.speeds(1, 8)[-1] == 90 > found.speeds(4, 8)[-1] == 66, "8 tokens of one request, and of four"
+    with pytest.raises(UsageError, match="105 requests in a step"):
+        found.speeds(105, 105)
+    assert decoder.sps is None and "no profile of its steps per second in batches" in decoder.no_sps

@@ -65,7 +65,7 @@ class Script:
 
     def __init__(self, real, text, count):
         self.real, self.text, self.count = real, text, count
-        self.inputs, self.capacity, self.seconds, self.owner = real.inputs, real.capacity, 0.0, None
+        self.inputs, self.capacity, self.seconds, self.owners = real.inputs, real.capacity, 0.0, {}
         self.rounds = 0
 
     def run(self, inputs, fetch):
@@ -309,7 +309,7 @@ def steps(bundle):
     return made
 
 
-@pytest.mark.parametrize("form", ["portable", "onnxruntime-cpu"])
+@pytest.mark.parametrize("form", ["portable", "onnxruntime-cpu", "onnxruntime-cpu-batch"])
 def test_parity_goes_around_the_rings(bundle, steps, form):
     """With a window as small as this one: a ring of fewer rows than its runs need is found out."""
     turns = [turn for step in steps for turn in step]

@@ -8,7 +8,7 @@ import pytest
 from pairs import PAIRS
 from proposing import proposing
 
-from dspark.runtime import Decoder, load, session
+from dspark.runtime import Decoder, load, request
 from dspark.runtime.random import Streams
 from dspark.runtime.sampling import law_of
 from dspark.runtime.verify import Draws
@@ -37,7 +37,7 @@ def decoders(pairs):
 def hangs_on_rounding(decoder: Decoder, text: list[int], tokens: set[int], options: dict) -> bool:
     """Whether tiny changes of the logits after `text` make all of `tokens` the winner of the race."""
     logits, draws = decoder.session().next_logits(text), Draws(Streams(options["seed"]))
-    rng, asked = np.random.default_rng(0), session.Options(**options)
+    rng, asked = np.random.default_rng(0), request.Options(**options)
     changed = [logits + rng.uniform(-TIE, TIE, len(logits)).astype(np.float32) for _ in range(300)]
     return tokens <= {draws.race(law_of(row, asked), len(text)) for row in changed}
 

@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import json
 import math
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from fakes import Language, fake_decoder, right_for
 
 from dspark.errors import UsageError
+from dspark.manifest import Calibration
 from dspark.runtime.schedule import SCHEDULERS, make_scheduler
 from dspark.runtime.throughput import (
     SpsTable,
@@ -232,13 +232,6 @@ def test_async_has_no_confidences_of_requests_without_drafts():
         assert scheduler.lengths(table, np.array([drafted])).tolist() == [length]
 
 
-def test_async_takes_positions_that_it_has_not_seen_for_sure():
-    scheduler = ThroughputAsync(SpsTable((1, 2, 3, 4), (1.0, 0.75, 0.7, 0.6)))
-    steps = [([0.1], 1), ([0.9], 1), ([1, 1, 1], 0), ([1, 1, 1], 3)]  # by 1, 1; 1, 1; 0.1, 0.1, 0.1; 0.9, 0.9, 0.9
-    for confidence, length in steps:
-        assert scheduler.lengths(np.array([confidence]), np.array([len(confidence)])).tolist() == [length]
-
-
 # -- under load -------------------------------------------------------------------------------------------------------
 LOADS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
 
@@ -291,45 +284,132 @@ def test_no_step_is_larger_than_what_was_measured(kind):
         kind(TABLE).lengths(np.ones((9, 7)), np.full(9, 7), np.arange(9))
 
 
-def test_json():
-    data = {"tokens": [2, 4, 8], "steps_per_second": [10.0, 9.0, 4.0]}
-    assert TABLE.to_json() == data
-    assert SpsTable.from_json(json.loads(json.dumps(data)), "here") == TABLE
-
-
 @pytest.mark.parametrize(
-    ("data", "word"),
+    ("sizes", "speeds", "word"),
     [
-        (None, "tokens is missing"),
-        ({"tokens": [1]}, "steps_per_second is missing"),
-        ({"tokens": "1", "steps_per_second": [1.0]}, "tokens is missing or is not a list"),
-        ({"tokens": [], "steps_per_second": []}, "0 sizes"),
-        ({"tokens": [1, 2], "steps_per_second": [1.0]}, "2 sizes with 1 speeds"),
-        ({"tokens": [0], "steps_per_second": [1.0]}, "whole numbers"),
-        ({"tokens": [True], "steps_per_second": [1.0]}, "whole numbers"),
-        ({"tokens": [2**40], "steps_per_second": [1.0]}, "whole numbers"),
-        ({"tokens": [2, 2], "steps_per_second": [1.0, 1.0]}, "ascend"),
-        ({"tokens": [1], "steps_per_second": [0]}, "finite and above 0"),
-        ({"tokens": [1], "steps_per_second": [math.nan]}, "finite and above 0"),
-        ({"tokens": [1], "steps_per_second": [math.inf]}, "finite and above 0"),
-        ({"tokens": [1], "steps_per_second": ["1"]}, "finite and above 0"),
+        ((), (), "0 sizes"),
+        ((1, 2), (1.0,), "2 sizes with 1 speeds"),
+        ((0,), (1.0,), "whole numbers"),
+        ((True,), (1.0,), "whole numbers"),
+        ((2**40,), (1.0,), "whole numbers"),
+        ((2, 2), (1.0, 1.0), "ascend"),
+        ((1,), (0,), "finite and above 0"),
+        ((1,), (math.nan,), "finite and above 0"),
+        ((1,), (math.inf,), "finite and above 0"),
+        ((1,), ("1",), "finite and above 0"),
     ],
 )
-def test_a_table_that_was_not_measured(data, word):
-    with pytest.raises(UsageError, match=f"^here: .*{word}.*run `dspark profile BUNDLE`") as error:
-        SpsTable.from_json(data, "here")
+def test_a_table_that_was_not_measured(sizes, speeds, word):
+    with pytest.raises(UsageError, match=f"{word}.*run `dspark profile BUNDLE`") as error:
+        SpsTable(sizes, speeds)
     assert "\n" not in str(error.value)
 
 
+# -- whether to draft at all ------------------------------------------------------------------------------------------
+def pays(table: SpsTable, survival: list[list[float]], anchors: int, beside: int, search: type = Throughput) -> bool:
+    """Plainly: the likeliest drafts that the search admits give more tokens per second, with the draft's time in it,
+    than a step without drafts, by a twentieth."""
+    ranked = sorted((a for row in survival for a in row), reverse=True)
+    speed = {size: s for size, s in zip(table.tokens, table.steps_per_second, strict=True)}
+    rates = []
+    for count in range(len(ranked) + 1):
+        size = anchors + beside + count
+        if size in speed:
+            rates.append((anchors + sum(ranked[:count])) / (1 / speed[size] + table.draft_seconds[len(survival) - 1]))
+    if not rates:
+        return False
+    best = 0
+    while best + 1 < len(rates) and rates[best + 1] > rates[best]:
+        best += 1
+    return (max(rates) if search is ThroughputGlobal else rates[best]) > 1.05 * anchors * speed[anchors + beside]
+
+
+def test_a_draft_has_to_pay_for_its_time():
+    rng, said = np.random.default_rng(5), []
+    for _ in range(400):
+        asking, plain, beside = int(rng.integers(1, 4)), int(rng.integers(3)), int(rng.integers(0, 6))
+        sizes = range(1, 20)
+        table = SpsTable(
+            tuple(sizes),
+            tuple((1 / (0.02 + np.cumsum(rng.uniform(0, 0.004, len(sizes))))).tolist()),
+            tuple(rng.uniform(0.001, 0.03, 3).tolist()),
+        )
+        kind = (Throughput, ThroughputGlobal)[int(rng.integers(2))]
+        scheduler, confidence = kind(table), rng.random((asking + plain, 3))
+        numbers, drafted = rng.permutation(50)[: asking + plain], np.array([3] * asking + [0] * plain)
+        assert scheduler.drafts(numbers[:asking], asking + plain, beside), "nothing was seen yet"
+        scheduler.lengths(confidence, drafted, numbers)
+        seen = np.cumprod(confidence[:asking], axis=1).tolist()
+        found = scheduler.drafts(numbers[:asking], asking + plain, beside)
+        assert found == pays(table, seen, asking + plain, beside, kind)
+        said.append(found)
+    assert 0.2 < np.mean(said) < 0.8
+
+
+def test_the_time_of_the_draft_is_in_theta():
+    """What a step has paid for its draft is no reason to verify little of it."""
+    speeds = tuple(1 / (1 + 0.3 * n) for n in range(8))
+    free, dear = (SpsTable(tuple(range(1, 9)), speeds, seconds) for seconds in ((), (2.0,)))
+    confidence, drafted = np.full((1, 7), 0.75), np.array([7])
+    survival, found = np.cumprod(np.full(7, 0.75)), []
+    for table, seconds in ((free, 0), (dear, 2)):
+        plainly = int(np.argmax([(1 + survival[:n].sum()) / (1 + 0.3 * n + seconds) for n in range(8)]))
+        for kind in (Throughput, ThroughputGlobal):
+            assert kind(table).lengths(confidence, drafted).tolist() == [plainly]
+        found.append(plainly)
+    assert found[0] < found[1]
+
+
+def test_requests_that_never_drafted_count_as_the_mean_of_the_others():
+    table = SpsTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * n) for n in range(8)), (0.2, 0.4))
+    for survival in (0.05, 0.9):
+        scheduler = Throughput(table)
+        scheduler.lengths(np.array([[survival], [0.0]]), np.array([1, 0]), np.array([3, 8]))
+        assert scheduler.drafts(np.array([9, 3]), 2) == pays(table, [[survival], [survival]], 2, 0)
+
+
+def test_what_a_request_was_seen_to_do_stays_until_it_drafts_again():
+    scheduler = Throughput(SpsTable((1, 2, 3), (1.0, 1.0, 1.0), (0.1,)))
+    scheduler.lengths(np.array([[0.9], [0.2]]), np.array([1, 1]), np.array([7, 2]))
+    scheduler.lengths(np.array([[0.5], [0.4], [0.3]]), np.array([0, 1, 0]), np.array([7, 2, 4]))
+    requests, survival = scheduler._last
+    assert requests.tolist() == [2, 7] and survival.tolist() == [[0.4], [0.9]]
+
+
+def test_it_looks_again_after_some_steps_without_a_draft():
+    scheduler = Throughput(SpsTable((1, 2), (1.0, 0.9), (0.5,)))
+    scheduler.lengths(np.array([[0.1]]), np.array([1]))
+    found = [scheduler.drafts() for _ in range(70)]
+    assert [i for i, drafts in enumerate(found) if drafts] == [32, 65]
+
+
+def test_prompts_in_the_same_step_take_room():
+    """Their rows are in the step whose speed counts; a step larger than any that was measured has no drafts."""
+    table = SpsTable((2, 3, 4, 5, 6), (1.0, 1.0, 0.9, 0.5, 0.5))
+    rows, ids = np.full((2, 2), 0.9), np.arange(2)
+    for kind in (Throughput, ThroughputGlobal):
+        assert [int(kind(table).lengths(rows, np.full(2, 2), ids, beside).sum()) for beside in range(7)] == (
+            [2, 1, 0, 1, 0, 0, 0] if kind is Throughput else [2, 1, 2, 1, 0, 0, 0]
+        )
+
+
 # -- calibration ------------------------------------------------------------------------------------------------------
-def test_calibration_is_temperature_scaling():
+def calibration(temperatures, shifts=()) -> Calibration:
+    return Calibration(temperatures, rounds=900, prompts=10, temperature=0.0, shifts=shifts)
+
+
+def test_calibration_scales_and_shifts_the_logit():
     c = np.array([[0.5, 0.9, 0.1], [0.2, 0.8, 0.999]], np.float32)
-    temperatures = (2.0, 0.5, 1.0, 9.0)  # of a longer block
+    temperatures, shifts = (2.0, 0.5, 1.0, 9.0), (-1.0, 0.3, 2.0, 9.0)  # of a longer block
     expected = [
-        [1 / (1 + math.exp(-math.log(x / (1 - x)) / t)) for x, t in zip(row, temperatures, strict=False)]
+        [
+            1 / (1 + math.exp(-(math.log(x / (1 - x)) / t + b)))
+            for x, t, b in zip(row, temperatures, shifts, strict=False)
+        ]
         for row in c.astype(float).tolist()
     ]
-    assert calibrated(c, temperatures) == pytest.approx(np.array(expected), abs=1e-12)
+    assert calibrated(c, temperatures, shifts) == pytest.approx(np.array(expected), abs=1e-12)
+    assert (calibrated(c, temperatures, (0.0,) * 4) == calibrated(c, temperatures)).all()
     assert calibrated(c, (1.0, 1.0, 1.0)) == pytest.approx(c)
 
 
@@ -339,27 +419,36 @@ def test_calibration_at_the_ends():
         low, high, nan, small = calibrated(c, [4.0] * 4)[0]
     assert low == small == pytest.approx(1 / (1 + 1e7**0.25), rel=1e-6) and high == pytest.approx(1 - low)
     assert math.isnan(nan)
-    rising = calibrated(np.linspace(0, 1, 1001)[:, None], [3.0])[:, 0]
+    rising = calibrated(np.linspace(0, 1, 1001)[:, None], [3.0], [-1.5])[:, 0]
     assert (np.diff(rising) > 0).all()
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_the_schedule_is_by_calibrated_confidences(kind):
-    """Overconfident: 0.9 that is worth 0.6."""
+    """Overconfident: 0.9 that is worth 0.6, and the other way round."""
     table, rows, drafted = SpsTable((1, 2, 3), (1.0, 0.55, 0.4)), np.full((1, 2), 0.9), np.array([2])
-    scale = math.log(9) / math.log(1.5)
-    for temperatures, length in [(None, 2), ((scale, scale), 0), ((1.0, scale), 1)]:
-        scheduler = kind(table, temperatures)
+    scale, shift = math.log(9) / math.log(1.5), math.log(1.5) - math.log(9)
+    as_found = [
+        (None, 2),
+        (calibration((scale, scale)), 0),
+        (calibration((1.0, scale)), 1),
+        (calibration((1.0, 1.0), (shift, shift)), 0),
+        (calibration((1.0, 1.0), (0.0, shift)), 1),
+        (calibration((scale, scale), (-shift, -shift)), 2),
+    ]
+    for found, length in as_found:
+        scheduler = kind(table, found)
         for _ in range(3):
-            found = scheduler.lengths(rows, drafted)
-        assert found.tolist() == [length]
+            lengths = scheduler.lengths(rows, drafted)
+        assert lengths.tolist() == [length]
 
 
 # -- as an option -----------------------------------------------------------------------------------------------------
 def test_schedulers_by_name():
-    found = [make_scheduler(name, None, True, "coupled", TABLE, (1.0,)) for name in SCHEDULERS[2:]]
+    worth = calibration((1.0,))
+    found = [make_scheduler(name, None, True, "coupled", TABLE, worth) for name in SCHEDULERS[2:]]
     assert [*map(type, found)] == [Throughput, ThroughputAsync, ThroughputGlobal]
-    assert all(s.sps is TABLE and s.temperatures == (1.0,) and s.reads_confidence for s in found)
+    assert all(s.sps is TABLE and s.calibration is worth and s.reads_confidence for s in found)
     for rule in ("exact", "opportunistic"):
         with pytest.raises(UsageError, match=f"throughput-global with sampling {rule}: .*sampling coupled") as error:
             make_scheduler("throughput-global", None, True, rule, TABLE)
@@ -377,8 +466,8 @@ def test_generation_with_a_profile(name):
     with pytest.raises(UsageError, match=f"scheduler {name}: .*run `dspark profile BUNDLE`"):
         decoder.generate([1, 2], scheduler=name)
     decoder.sps = SpsTable((1, 2, 3, 4, 5, 6), (1.0, 0.8, 0.6, 0.5, 0.4, 0.35))
-    for temperatures, length in [(None, 2), ((1.0, 50.0, 1.0, 1.0, 1.0), 1)]:
-        decoder.calibration, rounds = temperatures, []
+    for worth, length in [(None, 2), (calibration((1.0,) * 5, (0.0, -2.0, 0.0, 0.0, 0.0)), 1)]:
+        decoder.calibration, rounds = worth, []
         answer = decoder.generate([1, 2], max_new_tokens=60, scheduler=name, on_round=rounds.append)
         assert answer.token_ids == language.continuation([1, 2], 60)
         assert {r.verified for r in rounds[2:-2]} == {length}

@@ -2,27 +2,27 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 from exact_law import EXACT, Case, EveryDraw, Tables, Walk, check_law, deviation, output_law, target_law, token_law
+from together import Together
 
-from dspark.runtime import Decoder
-from dspark.runtime.commit import commit
-from dspark.runtime.draft import Drafter
-from dspark.runtime.loop import _first_stop
+from dspark.manifest import Calibration
+from dspark.runtime import Batch, Decoder, request
+from dspark.runtime import batch as runtime_batch
+from dspark.runtime.loop import first_stop
 from dspark.runtime.schedule import Scheduler
-from dspark.runtime.session import Options
-from dspark.runtime.target import Target
 from dspark.runtime.throughput import SpsTable, Throughput, ThroughputAsync, ThroughputGlobal
-from dspark.runtime.verify import Judge, verify
 
 WRONG = 1e-3  # the least that a wrong law deviates
 LOSSLESS = {"throughput": Throughput, "throughput-async": ThroughputAsync}
 EXACT_RULE = {"temperature": 1.0, "sampling": "exact"}
 COUPLED = {"temperature": 1.0, "sampling": "coupled"}
+CALIBRATION = Calibration((0.5, 2.0, 1.5), rounds=1, prompts=1, temperature=1.0, shifts=(0.3, -0.2, 0.1))
 RULES = {"exact": EXACT_RULE, "argmax drafts": {**EXACT_RULE, "draft_temperature": 0.0}, "coupled": COUPLED}
 
 
@@ -73,7 +73,7 @@ SHAPES = {
 
 
 def scheduled(rule: str, kind: type[Throughput], shape: str, seed: int, **more) -> Case:
-    table, scales = stepped(seed, SHAPES[shape]["block"] + 1), (0.5, 2.0, 1.5) if seed % 2 else None
+    table, scales = stepped(seed, SHAPES[shape]["block"] + 1), CALIBRATION if seed % 2 else None
     return Case({**RULES[rule], **more}, seed=seed, scheduler=lambda: kind(table, scales), **SHAPES[shape])
 
 
@@ -92,7 +92,7 @@ class Watched(ThroughputAsync):
 
     left_out: set[tuple[int, int]] = set()
 
-    def lengths(self, confidence, drafted, requests=None):
+    def lengths(self, confidence, drafted, requests=None, beside=0):
         self.steps = getattr(self, "steps", -1) + 1
         lengths = super().lengths(confidence, drafted, requests)
         self.left_out.add((self.steps, int((drafted - lengths)[0])))
@@ -105,6 +105,27 @@ def test_law_of_budgets_from_two_steps_before(rule, seed, monkeypatch):
     monkeypatch.setattr(Watched, "left_out", set())
     check_law(scheduled(rule, Watched, "long", seed))
     assert {(0, 0), (2, 0), (2, 2)} <= Watched.left_out, "both happen where there is something to look back to"
+
+
+class Skipping(Throughput):
+    """Counts the steps in which drafting would not have paid."""
+
+    asked = skipped = 0
+
+    def drafts(self, *load):
+        pays = super().drafts(*load)
+        Skipping.asked, Skipping.skipped = Skipping.asked + 1, Skipping.skipped + (not pays)
+        return pays
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_law_where_a_draft_has_to_pay_for_its_time(rule, monkeypatch):
+    monkeypatch.setattr(Skipping, "asked", 0)
+    monkeypatch.setattr(Skipping, "skipped", 0)
+    for seed in (2, 4, 5):
+        table = replace(stepped(seed, 3), draft_seconds=(0.3,))
+        check_law(replace(scheduled(rule, Skipping, "long", seed), scheduler=lambda table=table: Skipping(table)))
+    assert 0.05 * Skipping.asked < Skipping.skipped < 0.95 * Skipping.asked
 
 
 @pytest.mark.slow
@@ -133,111 +154,69 @@ def test_the_speeds_bite():
 
 
 # -- two requests, with one schedule ----------------------------------------------------------------------------------
-@dataclass
-class Row:
-    """A request of a batch: the runtime's own stages on its own engines."""
+class Pair:
+    """Requests in one `Batch`, each on tables of its own, with variables for its random numbers."""
 
-    case: Case
-    decoder: Decoder
-    walk: Walk
-    answer: list[int] = field(default_factory=list)
-
-    def __post_init__(self):
-        decoder = self.decoder
-        self.options = Options(max_new_tokens=self.case.new, **self.case.options)
-        self.draws = EveryDraw(self.walk, decoder.vocabulary, self.case.size)
-        decoder.drafter_engine.draws = self.draws
-        self.target = Target(decoder.target_engine, self.case.limit)
-        self.drafter = Drafter(decoder.drafter_engine, decoder.manifest.drafter, self.case.limit)
-        warm = self.options.temperature if self.options.draft_temperature is None else self.options.draft_temperature
-        self.judge = Judge(
-            self.options,
-            self.options.sampling,
-            self.draws,
-            decoder.vocabulary,
-            self.case.prompt,
-            draft_temperature=warm,
+    def __init__(self, cases: list[Case], scheduler: Scheduler, walk: Walk):
+        self.cases, decoders = cases, [case.decoder() for case in cases]
+        self.tables = [decoder.target_engine.tables for decoder in decoders]
+        target, drafter = (
+            Together([getattr(decoder, name) for decoder in decoders]) for name in ("target_engine", "drafter_engine")
         )
-        self.anchor = self.case.prompt[-1]
-        forward = self.target.forward(self.case.prompt[:-1], np.array([0]))
-        self.target.commit(len(self.case.prompt) - 1)
-        self.drafter.observe(forward.taps)
+        first = decoders[0]
+        decoder = Decoder(first.manifest, target, drafter, None, first.context_limit)
+        self.batch = Batch(decoder, scheduler)
+        draws = [EveryDraw(walk, decoder.vocabulary, cases[0].size) for _ in cases]
+        for own, each in zip(decoders, draws, strict=True):
+            own.drafter_engine.draws = each
+        with mock.patch.object(request, "Draws", lambda streams: draws[streams]), NUMBERED, ANY_SCHEDULER:
+            self.requests = [
+                self.batch.submit(case.prompt, seed=0, request=r, max_new_tokens=case.new, **case.options)
+                for r, case in enumerate(cases)
+            ]
 
-    @property
-    def done(self) -> bool:
-        stopped = bool(self.answer) and self.answer[-1] in self.options.stop_token_ids
-        return stopped or len(self.answer) == self.case.new
-
-    @property
-    def room(self) -> int:
-        return min(self.case.block, self.case.new - len(self.answer) - 1)
-
-    def draft(self, step: int) -> None:
-        drawing = self.judge.drafting(self.target.length + 1, self.case.block, step)
-        self.proposal = self.drafter.propose(self.anchor, **drawing)
-
-    def cut(self) -> int:
-        return _first_stop(self.proposal.tokens, frozenset(self.options.stop_token_ids))
-
-    def finish(self, length: int) -> None:
-        verdict = verify(
-            self.target, self.anchor, self.proposal, length, self.judge, lambda t: t in self.options.stop_token_ids
-        )
-        kept = commit(self.target, verdict)
-        self.drafter.observe(kept.taps)
-        self.answer += self.proposal.tokens[: verdict.accepted] + [verdict.extra] * (verdict.extra is not None)
-        self.anchor = self.answer[-1]
-
-    def endings(self) -> dict[tuple[int, ...], float]:
-        """The whole answers that the target would make of this one, with their chances."""
-        tables, ended, growing = self.decoder.target_engine.tables, {}, {tuple(self.answer): 1.0}
+    def endings(self, r: int) -> dict[tuple[int, ...], float]:
+        """The whole answers that the target would make of request r's, with their chances."""
+        case, options, ended = self.cases[r], self.requests[r].answer.options, {}
+        growing = {tuple(self.requests[r].answer.token_ids): 1.0}
         while growing:
             answer, chance = growing.popitem()
-            if len(answer) == self.case.new or answer[-1:] and answer[-1] in self.options.stop_token_ids:
+            if len(answer) == case.new or answer[-1:] and answer[-1] in options.stop_token_ids:
                 ended[answer] = chance
                 continue
-            logits = tables.logits(0, (*self.case.prompt, *answer), self.case.size)
-            for token, p in enumerate(token_law(logits, self.options, self.case.prompt, answer)):
+            logits = self.tables[r].logits(0, (*case.prompt, *answer), case.size)
+            for token, p in enumerate(token_law(logits, options, case.prompt, answer)):
                 growing[(*answer, token)] = chance * p
         return ended
 
+    def joint(self) -> dict[tuple, float]:
+        """The law of all answers, if each goes on by itself."""
+        laws = [self.endings(r) for r in range(len(self.cases))]
+        return {
+            answers: float(np.prod([law[answer] for law, answer in zip(laws, answers, strict=True)]))
+            for answers in itertools.product(*laws)
+        }
 
-def deviation_of_batch(cases: list[Case], make: Callable[[], Scheduler], steps: int, cut_first: bool = False) -> float:
+
+ANY_SCHEDULER = mock.patch.object(runtime_batch, "check_rule", lambda *_: None)  # the refused one too: to see why
+NUMBERED = mock.patch.object(request, "Streams", lambda seed, number: number)
+
+
+def deviation_of_batch(cases: list[Case], make: Callable[[], Scheduler], steps: int) -> float:
     """How far the joint law of a batch's answers is from the product of the target's laws, at most.
 
-    steps: after so many the target goes on alone. cut_first: the scheduler is told of stop tokens among the drafts.
+    steps: after the prompts; after so many the target goes on alone.
     """
     walk, found, expected = Walk(), {}, {}
-    decoders = [case.decoder() for case in cases]
     for _ in walk.paths():
-        rows = [Row(case, decoder, walk) for case, decoder in zip(cases, decoders, strict=True)]
-        expected = expected or joint(rows)
-        scheduler = make()
-        for step in range(steps):
-            ids = np.array([i for i, row in enumerate(rows) if not row.done])
-            if not len(ids):
-                break
-            active = [rows[i] for i in ids]
-            for row in active:
-                row.draft(step)
-            drafted = np.array([min(row.room, row.cut()) if cut_first else row.room for row in active])
-            confidence = np.stack([row.proposal.confidence for row in active])
-            lengths = scheduler.lengths(confidence, drafted, ids)
-            for row, length in zip(active, lengths.tolist(), strict=True):
-                row.finish(min(length, row.cut()))
-        for answers, chance in joint(rows).items():
+        pair = Pair(cases, make(), walk)
+        expected = expected or pair.joint()
+        for _ in range(1 + steps):
+            pair.batch.step()
+        for answers, chance in pair.joint().items():
             found[answers] = found.get(answers, 0.0) + walk.weight * chance
     assert sum(found.values()) == pytest.approx(1, abs=EXACT)
     return deviation(found, expected)
-
-
-def joint(rows: list[Row]) -> dict[tuple, float]:
-    """The law of all answers, if each goes on by itself."""
-    laws = [row.endings() for row in rows]
-    return {
-        answers: float(np.prod([law[answer] for law, answer in zip(laws, answers, strict=True)]))
-        for answers in itertools.product(*laws)
-    }
 
 
 def batch(seed: int, *lengths: int, **options) -> list[Case]:
@@ -249,34 +228,34 @@ def seen(kind: type[Throughput], table: SpsTable, seed: int) -> Throughput:
     """A scheduler that has random confidences to look back to."""
     scheduler, rng = kind(table), np.random.default_rng(seed)
     for _ in range(2):
-        scheduler.lengths(rng.random((2, 2)), np.array([2, 2]), np.arange(2))
+        scheduler.lengths(rng.random((2, 2)), np.array([2, 2]), np.array([1, 2]))
     return scheduler
 
 
-BITING = (17, 51, 56)  # seeds whose tables a search that looks ahead does not survive
+BITING = (7, 31, 37)  # seeds whose tables a search that looks ahead does not survive
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_law_of_a_batch(kind):
     """Jointly: no answer tells of the other, though one request's drafts have a say in the other's lengths."""
-    for seed in (*range(5), *BITING):
+    for seed in (0, 1, *BITING):
         table = stepped(seed, 6, 2)
-        assert deviation_of_batch(batch(seed, 3, 3), partial(seen, LOSSLESS[kind], table, seed), 1) < EXACT
+        assert deviation_of_batch(batch(seed, 4, 4), partial(seen, LOSSLESS[kind], table, seed), 1) < EXACT
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_law_of_a_batch_that_loses_a_request(kind):
     table = stepped(3, 6, 2)
-    assert deviation_of_batch(batch(3, 2, 3), lambda: seen(LOSSLESS[kind], table, 3), 2) < EXACT
+    assert deviation_of_batch(batch(3, 3, 4), lambda: seen(LOSSLESS[kind], table, 3), 2) < EXACT
 
 
 @pytest.mark.parametrize("seed", BITING)
 def test_a_batch_that_looks_ahead_is_found(seed):
     table = stepped(seed, 6, 2)
-    assert deviation_of_batch(batch(seed, 3, 3), lambda: ThroughputGlobal(table), 1) > WRONG
+    assert deviation_of_batch(batch(seed, 4, 4), lambda: ThroughputGlobal(table), 1) > WRONG
 
 
-@pytest.mark.parametrize("lengths", [(3,), (3, 3)])
+@pytest.mark.parametrize("lengths", [(4,), (4, 4)])
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_law_of_drafts_cut_after_a_stop_token(kind, lengths):
     """A first draft does not pay, two do. The cut is made when the lengths are chosen."""
@@ -285,11 +264,21 @@ def test_law_of_drafts_cut_after_a_stop_token(kind, lengths):
         assert deviation_of_batch(cases, partial(LOSSLESS[kind], table), 1) < EXACT
 
 
-def test_a_budget_that_knows_of_the_cut_is_found():
+def test_a_budget_that_knows_of_the_cut_is_found(monkeypatch):
     """A search with a cut among its caps knows of the stop token. Algorithm 1 comes to the token before the cut."""
+    schedule = Batch._schedule
+
+    def cut_before(self, parts):
+        for part in parts:
+            if part.draft is not None:
+                tokens = part.draft.tokens
+                part.draft = replace(part.draft, tokens=tokens[: first_stop(tokens, part.running.answer.rules.stops)])
+        schedule(self, parts)
+
+    monkeypatch.setattr(Batch, "_schedule", cut_before)
     for kind, wrong in [(ThroughputAsync, True), (Throughput, False)]:
-        cases, table = batch(0, 3, stop_token_ids=(1,)), dear_first_draft(1)
-        found = deviation_of_batch(cases, partial(kind, table), 1, cut_first=True)
+        cases, table = batch(0, 4, stop_token_ids=(1,)), dear_first_draft(1)
+        found = deviation_of_batch(cases, partial(kind, table), 1)
         assert found > WRONG if wrong else found < EXACT
 
 

@@ -6,6 +6,7 @@ from exact_law import EXACT, ByTheRoundBefore, Case, EveryDraw, check_law, devia
 
 from dspark.runtime.random import ACCEPT, COUPLED, DRAFT
 from dspark.runtime.sampling import Law
+from dspark.runtime.schedule import Always
 
 WRONG = 1e-3  # the least that a wrong law deviates
 
@@ -48,7 +49,7 @@ class OldNoise(EveryDraw):
         return super().noise(key[:2] if key[0] == DRAFT else key, weights)
 
 
-class TwoOrNone:
+class TwoOrNone(Always):
     """At least two drafts or none: the second confidence, which knows the first draft, decides about that draft."""
 
     reads_confidence = True
@@ -58,7 +59,7 @@ class TwoOrNone:
         return drafted if below.index(True) >= 2 else 0 * drafted
 
 
-class LookingAhead:
+class LookingAhead(Always):
     """Draft k is verified where the confidence after it is high."""
 
     reads_confidence = True

@@ -67,7 +67,8 @@ def test_schedulers_are_settings(pairs, capsys):
     parser = argparse.ArgumentParser()
     bench.add_parser(parser.add_subparsers())
     argv = ["bench", str(pairs("qwen3-vanilla").bundle), "--scheduler", "throughput", "--scheduler", "throughput-async"]
-    names = {s.name: s.options.get("scheduler") for s in bench._settings(parser.parse_args(argv), {})}
+    args = parser.parse_args(argv)
+    names = {s.name: s.options.get("scheduler") for s in bench._settings(args, {}, [], args.scheduler)}
     more = {name: name for name in ("throughput", "throughput-async")}
     capsys.readouterr()
     assert names == {"plain": None, "full block": "off", **more}

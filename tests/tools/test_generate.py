@@ -31,6 +31,7 @@ STATS = {
     "net_saved",
     "pauses",
     "paused_rounds",
+    "drafter_failures",
     "prefill_ms",
     "draft_ms",
     "verify_ms",

@@ -11,9 +11,9 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "calibrate",
         help="fit the confidences to what is accepted",
-        description="Answer prompts with the full block, and fit one temperature per draft position so that the "
-        "confidences agree with how often drafts are accepted. The bundle keeps the temperatures, in the place of "
-        "older ones. The report is about prompts that nothing was fitted on.",
+        description="Answer prompts with the full block, and fit a temperature and a shift per draft position so that "
+        "the confidences agree with how often drafts are accepted. The bundle keeps them, in the place of older ones. "
+        "The report is about prompts that nothing was fitted on.",
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
     parser.add_argument("--prompts", required=True, metavar="FILE", help='JSON lines {"id", "kind", "prompt"}')
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         parts = collect(decoder, [*fitted, *held_out], args.max_new_tokens, args.temperature, progress)
         ours, others = join(parts[: len(fitted)]), join(parts[len(fitted) :])
         _check_rounds(ours, others)
-        temperatures = calibration.fit(ours).tolist()
+        scaling = calibration.fit(ours)
         report = {
             "bundle": str(folder.absolute()),
             "prompts": args.prompts,
@@ -81,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
             "fitted_on": {"prompts": len(fitted), "rounds": len(ours)},
             "held_out": {"prompts": len(held_out), "rounds": len(others)},
             "bins": f"{calibration.BINS} of equal mass",
-            "temperatures": temperatures,
-            "positions": calibration.assess(others, temperatures),
-            "warnings": calibration.doubts(ours, temperatures),
+            "temperatures": scaling.temperatures,
+            "shifts": scaling.shifts,
+            "positions": calibration.assess(others, scaling),
+            "warnings": calibration.doubts(ours, scaling),
         }
         if aside is not None:
             (aside / "calibration.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
                 reliability.draw(report["positions"], aside / "reliability.png")
             except ModuleNotFoundError:
                 print(f"dspark calibrate: {reliability.MISSING}", file=sys.stderr)
-        made = Calibration(tuple(temperatures), len(ours), len(fitted), args.temperature)
+        made = Calibration(scaling.temperatures, len(ours), len(fitted), args.temperature, scaling.shifts)
         amend_manifest(folder, calibration=made)
     for warning in report["warnings"]:
         print(f"dspark calibrate: warning: {warning}", file=sys.stderr)
@@ -132,19 +133,19 @@ def _check_rounds(ours, others) -> None:
 
 
 def _lines(report: dict):
-    head = f"{'draft':>5} {'T':>6} {'rounds':>7} {'survived':>9} {'estimated':>15} {'ECE':>15} {'by chance':>10}"
-    yield f"{head} {'AUC':>13} {'Brier':>15}"
-    for temperature, p in zip(report["temperatures"], report["positions"], strict=False):
+    head = f"{'draft':>5} {'T':>6} {'shift':>6} {'rounds':>7} {'survived':>9} {'estimated':>15} {'ECE':>15}"
+    yield f"{head} {'by chance':>10} {'AUC':>13} {'Brier':>15}"
+    for temperature, shift, p in zip(report["temperatures"], report["shifts"], report["positions"], strict=False):
         before, after = p["before"], p["after"]
         yield (
-            f"{p['position']:5} {temperature:6.2f} {p['rounds']:7} {p['survived']:9.1%} "
+            f"{p['position']:5} {temperature:6.2f} {shift:6.2f} {p['rounds']:7} {p['survived']:9.1%} "
             f"{before['mean']:7.1%} {after['mean']:7.1%} {before['ece']:7.1%} {after['ece']:7.1%} "
             f"{after['ece_by_chance']:10.1%} {_auc(before)} {_auc(after)} {before['brier']:7.4f} {after['brier']:7.4f}"
         )
     fitted, held_out = report["fitted_on"], report["held_out"]
     yield (
         f"fitted on {fitted['rounds']} rounds of {fitted['prompts']} prompts, reported on {held_out['rounds']} rounds "
-        f"of {held_out['prompts']} others, without and with the temperatures; bins: {report['bins']}"
+        f"of {held_out['prompts']} others, before and after; bins: {report['bins']}"
     )
 
 

@@ -70,10 +70,12 @@ def _lines(bundle, total: int, parity):
     if m.calibration is not None:
         c = m.calibration
         how = f"at temperature {c.temperature:g}" if c.temperature else "greedy"
-        temperatures = " ".join(f"{t:.2f}" for t in c.temperatures)
-        yield f"calibrated  temperatures {temperatures}; on {c.rounds} rounds of {c.prompts} prompts, {how}"
-    if m.sps is not None:
-        yield from _speed(m.sps)
+        yield f"calibrated  on {c.rounds} rounds of {c.prompts} prompts, {how}"
+        for name, values in (("temperatures", c.temperatures), ("shifts", c.shifts)):
+            yield f"            {name}: {' '.join(f'{value:.2f}' for value in values) or 'none'}"
+    for sps in (m.sps, m.batch_sps):
+        if sps is not None:
+            yield from _speed(sps)
     for name, entry in sorted(m.files.items()):
         yield f"file        {name}  {_size(entry.size)}  sha256 {entry.sha256[:12]}"
 
@@ -89,13 +91,19 @@ def _kept(graph) -> str:
 
 
 def _speed(sps):
-    points = zip(sps.table.tokens, sps.table.steps_per_second, strict=True)
     cores = "" if sps.machine.cores is None else f", {sps.machine.cores} cores"
     threads = "" if sps.engine.threads is None else f", {sps.engine.threads} threads"
     where = f"{sps.engine.backend} {sps.engine.version}{threads} on {sps.machine.name}{cores}"
-    yield f"profile     {where}; {sps.context} tokens committed; {sps.when}"
-    yield f"            steps/s by tokens: {' '.join(f'{size}:{speed:.3g}' for size, speed in points)}"
-    yield f"            ms by drafts: {' '.join(f'{k}:{ms:.3g}' for k, ms in enumerate(sps.draft_ms, 1))}"
+    requests = len(sps.requests_draft_ms)
+    batch = f"; batches of up to {requests} requests" if requests else ""
+    yield f"profile     {where}{batch}; {sps.context} tokens committed; {sps.when}"
+    for steps in (*sps.fewer, sps.table):
+        points = zip(steps.tokens, steps.steps_per_second, strict=True)
+        among = f" in {steps.requests} requests" if sps.fewer else ""
+        yield f"            steps/s by tokens{among}: {' '.join(f'{size}:{speed:.3g}' for size, speed in points)}"
+    for name, times in (("drafts", sps.draft_ms), ("requests that draft", sps.requests_draft_ms)):
+        if times:
+            yield f"            ms by {name}: {' '.join(f'{k}:{ms:.3g}' for k, ms in enumerate(times, 1))}"
 
 
 def _gpus(engine) -> list[str]:

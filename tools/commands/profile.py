@@ -11,14 +11,26 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "profile",
         help="measure steps per second by tokens per step",
-        description="Measure how many steps per second the target runs on this machine at 1 to block size + 1 tokens "
-        "per step, and how long the drafter takes by the number of drafts. The bundle keeps the table, in the place of "
-        "an older one.",
+        description="Measure how many steps per second the target runs on this machine by tokens per step, and how "
+        "long the drafter takes by the number of drafts, and of requests. The bundle keeps one table for one request "
+        "and one for batches, each in the place of an older one.",
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="folder that dspark-export wrote")
     add_engine(parser)
-    parser.add_argument("--context", type=int, metavar="N", help="committed tokens before every step (default 512)")
-    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="of every step (default %(default)s)")
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests at once (default 1); see docs/scheduling.md",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="committed tokens of a request before every step (default 512; in batches 4096 for all together, if less)",
+    )
+    parser.add_argument("--repeats", type=int, metavar="N", help="of every step (default 30; in batches 7)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -33,50 +45,74 @@ def run(args: argparse.Namespace) -> int:
     from dspark.manifest import Sps, Steps
     from dspark.runtime import load
     from dspark.runtime.profile import these_engines, this_machine
-    from dspark.tools.speed import default_context, measure_speed
+    from dspark.tools.speed import default_context, default_repeats, even, measure_speed
 
-    folder = Path(args.bundle)
+    folder, field = Path(args.bundle), "sps" if args.max_batch_size == 1 else "batch_sps"
+    repeats = default_repeats(args.max_batch_size) if args.repeats is None else args.repeats
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress("loading the bundle")
-        decoder = load(folder, backend=args.backend, threads=args.threads)
+        decoder = load(folder, backend=args.backend, threads=args.threads, max_batch_size=args.max_batch_size)
         check_writable(folder)
         context = default_context(decoder) if args.context is None else args.context
-        progress(f"measuring {args.repeats} times, {context} tokens committed")
-        steps, drafts = measure_speed(decoder, context, args.repeats)
+        each = "" if args.max_batch_size == 1 else f" in each of {args.max_batch_size} requests"
+        progress(f"measuring {repeats} times, {context} tokens committed{each}")
+        speed = measure_speed(decoder, context, repeats)
+        *fewer, table = (
+            Steps(tuple(p.size for p in points), tuple(1e3 / ms for ms in even(points)), requests)
+            for requests, points in speed.steps.items()
+        )
         sps = Sps(
-            table=Steps(tuple(p.size for p in steps), tuple(p.per_second for p in steps)),
-            draft_ms=tuple(p.ms for p in drafts),
+            table=table,
+            draft_ms=tuple(p.ms for p in speed.drafts),
             context=context,
-            repeats=args.repeats,
+            repeats=repeats,
             machine=this_machine(args.backend),
             engine=these_engines(args.backend, decoder.target_engine, decoder.drafter_engine, args.threads),
             when=datetime.now(UTC).isoformat(timespec="seconds"),
+            requests_draft_ms=tuple(p.ms for p in speed.batch_drafts),
+            fewer=tuple(fewer),
         )
-        amend_manifest(folder, sps=sps)
+        amend_manifest(folder, **{field: sps})
         progress(f"done: the profile is in {args.bundle}")
     if args.json:
         report = {
             "bundle": str(folder.absolute()),
+            "max_batch_size": args.max_batch_size,
             "points": [
-                {"tokens": p.size, "milliseconds": p.ms, "quartiles": [p.low, p.high], "steps_per_second": p.per_second}
-                for p in steps
+                {"requests": steps.requests, **_measured("tokens", p), "steps_per_second": rate}
+                for points, steps in zip(speed.steps.values(), (*fewer, table), strict=True)
+                for p, rate in zip(points, steps.steps_per_second, strict=True)
             ],
-            "drafts": [{"drafts": p.size, "milliseconds": p.ms, "quartiles": [p.low, p.high]} for p in drafts],
+            "drafts": [_measured("drafts", p) for p in speed.drafts],
+            "batch_drafts": [_measured("requests", p) for p in speed.batch_drafts],
         }
         described = dataclasses.asdict(sps)
         report |= {name: described[name] for name in ("context", "repeats", "machine", "engine", "when")}
         print(json.dumps(report, ensure_ascii=False))
     else:
-        for line in _lines(steps, drafts):
+        for line in _lines(speed, table):
             print(line)
     return 0
 
 
-def _lines(steps, drafts):
-    yield f"{'tokens':>6} {'ms':>8} {'quartiles':>17} {'steps/s':>8}   {'drafts':>6} {'ms':>8} {'quartiles':>17}"
-    for index, step in enumerate(steps):
-        line = f"{step.size:6} {step.ms:8.2f} {step.low:8.2f} {step.high:8.2f} {step.per_second:8.2f}"
-        if index < len(drafts):
-            draft = drafts[index]
-            line += f"   {draft.size:6} {draft.ms:8.2f} {draft.low:8.2f} {draft.high:8.2f}"
-        yield line
+def _measured(size: str, point) -> dict:
+    return {size: point.size, "milliseconds": point.ms, "quartiles": [point.low, point.high]}
+
+
+def _lines(speed, table):
+    """Columns side by side, each as long as it has sizes. Of steps, those of the fullest batch, with the evened rates
+    of `table`."""
+    columns = {"tokens": list(speed.steps.values())[-1], "drafts": speed.drafts, "requests": speed.batch_drafts}
+    columns = {name: points for name, points in columns.items() if points}
+    rates = {"tokens": f" {'steps/s':>8}"}
+    yield "   ".join(f"{name:>8} {'ms':>8} {'quartiles':>17}{rates.get(name, '')}" for name in columns)
+    for index in range(max(map(len, columns.values()))):
+        cells = []
+        for name, points in columns.items():
+            cell = ""
+            if index < len(points):
+                p = points[index]
+                cell = f"{p.size:8} {p.ms:8.2f} {p.low:8.2f} {p.high:8.2f}"
+                cell += f" {table.steps_per_second[index]:8.2f}" if name in rates else ""
+            cells.append(cell.ljust(44 if name in rates else 35))
+        yield "   ".join(cells).rstrip()

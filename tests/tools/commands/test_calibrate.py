@@ -39,7 +39,7 @@ def test_a_calibration(bundle, prompts, tmp_path, capsys, monkeypatch):
     assert main([*argv, "--out", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["fitted_on"]["prompts"] == 3 and report["held_out"]["prompts"] == 2
-    assert len(report["temperatures"]) == 7 and report["bins"] == "15 of equal mass"
+    assert len(report["temperatures"]) == len(report["shifts"]) == 7 and report["bins"] == "15 of equal mass"
     assert report["positions"][0]["rounds"] <= report["held_out"]["rounds"]
     for p in report["positions"]:
         for name in ("before", "after"):
@@ -51,11 +51,14 @@ def test_a_calibration(bundle, prompts, tmp_path, capsys, monkeypatch):
     assert set(after) == set(before)
     assert [name for name in after if after[name] != before[name]] == ["manifest.json"]
     kept = read_manifest(bundle).calibration
-    assert kept.temperatures == tuple(report["temperatures"]) == load(bundle).calibration
+    assert kept == load(bundle).calibration
+    assert (kept.temperatures, kept.shifts) == (tuple(report["temperatures"]), tuple(report["shifts"]))
     assert (kept.rounds, kept.prompts, kept.temperature) == (report["fitted_on"]["rounds"], 3, 0)
 
     assert main(["inspect", str(bundle)]) == 0
-    assert f"on {kept.rounds} rounds of 3 prompts, greedy" in capsys.readouterr().out
+    inspected = capsys.readouterr().out
+    assert f"on {kept.rounds} rounds of 3 prompts, greedy" in inspected
+    assert f"shifts: {kept.shifts[0]:.2f} " in inspected
     argv = [*argv[:-2], "--limit", "2", "--holdout-prompts", prompts, "--temperature", "0.7"]
     assert main(argv) == 0
     assert "fitted on" in capsys.readouterr().out
@@ -77,8 +80,9 @@ def test_without_matplotlib(bundle, prompts, tmp_path, capsys, monkeypatch):
 def test_little_data_is_said(bundle, prompts, capsys):
     argv = ["calibrate", str(bundle), "--prompts", prompts, "--limit", "2", "--max-new-tokens", "8"]
     assert main(argv) == 0
-    assert "warning: draft 1: seen in" in capsys.readouterr().err
-    assert read_manifest(bundle).calibration.temperatures == (1.0,) * 7
+    assert "warning: draft 1: reached in" in capsys.readouterr().err
+    kept = read_manifest(bundle).calibration
+    assert (kept.temperatures, kept.shifts) == ((1.0,) * 7, (0.0,) * 7)
 
 
 @pytest.mark.parametrize(
