@@ -5,11 +5,13 @@ many drafts as the scheduler gives it, one that still reads its prompt brings a 
 does not depend on the others, but for rounding.
 """
 
+import contextlib
 import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Self
 
@@ -21,10 +23,11 @@ from dspark.runtime.commit import Kind, replay
 from dspark.runtime.counters import Counters
 from dspark.runtime.draft import UNSOUND, Draft, Drafter, DraftError, Drawing, propose_all
 from dspark.runtime.engines.base import Rows
-from dspark.runtime.loop import Round, first_stop
-from dspark.runtime.request import Answer, Chunk, Generation, Options, Prompt, draft_len_of, log
+from dspark.runtime.loop import Round, usable
+from dspark.runtime.request import Answer, Chunk, Generation, Options, Prompt, check_number, draft_len_of, log
 from dspark.runtime.schedule import Scheduler, check_rule
 from dspark.runtime.target import Forward, Target, commit_all, forward_all
+from dspark.runtime.throughput import Throughput
 from dspark.runtime.verify import Verdict, decide
 
 if TYPE_CHECKING:
@@ -73,8 +76,8 @@ class Request:
                 yield self._chunks.popleft()
             elif ended:
                 return
-            else:
-                self._batch.step()
+            elif not self._batch.step() and not self._chunks and self.generation is None:
+                raise DSparkError("the batch does not know this request any more")
 
     def result(self) -> Generation:
         """Step the batch until this request has ended. Its chunks are gone then."""
@@ -92,13 +95,18 @@ class Request:
     def give(self, chunk: Chunk) -> None:
         if self._deliver is None:
             self._chunks.append(chunk)
-        else:
+        self.generation = chunk.generation
+        if self._deliver is not None:
             try:
                 self._deliver(chunk)
             except Exception as error:  # of one reader, which is no matter of the others'
                 log.warning("request %d: its chunks cannot be delivered (%s); it ends", self.number, error)
                 self.cancel()
-        self.generation = chunk.generation
+
+    @property
+    def stream(self) -> tuple[int | None, int]:
+        """What keys its random numbers."""
+        return self.answer.seed, self.answer.options.request
 
 
 class _Running:
@@ -131,6 +139,7 @@ class _Part:
     running: _Running
     rows: list[int]  # its tokens in the target's forward
     before: tuple[int, int]  # rows in the target's and the drafter's cache
+    steps: int  # forwards of the target so far
     draft: Draft | None = None  # None: it reads its prompt
     paused: bool = False
     failure: str | None = None  # of the drafter
@@ -139,7 +148,7 @@ class _Part:
 
     @classmethod
     def of(cls, running: _Running, rows: list[int], draft: Draft | None = None) -> Self:
-        return cls(running, rows, running.lengths, draft)
+        return cls(running, rows, running.lengths, running.target.steps, draft)
 
     @property
     def logit_rows(self) -> np.ndarray:
@@ -168,6 +177,7 @@ class Batch:
         """scheduler: of all requests together. draft_len: drafts per round; None: the bundle's default. max_queue:
         requests that may wait. prefill: prompt tokens in a step in which others decode."""
         for name, value, least in (("max queue", max_queue, 0), ("prefill", prefill, 1)):
+            check_number(name, value)
             if value < least:
                 raise UsageError(f"{name} {value}: must be at least {least}")
         self.decoder = decoder
@@ -182,7 +192,7 @@ class Batch:
         self._numbers = 0
         self._lock = threading.Lock()  # of the queue
         self._stepping = threading.Lock()
-        decoder.owner = self
+        self._stepper: int | None = None  # the thread that does
 
     # -- requests in ---------------------------------------------------------------------------------------------------
     def submit(
@@ -200,8 +210,12 @@ class Batch:
         keeping them for an iteration over the request. options: the fields of `Options`, but for the schedule, which is
         the batch's, and mode strict. UsageError for a bad option or prompt; QueueFull when too many wait.
         """
-        if timeout is not None and not timeout > 0:
-            raise UsageError(f"timeout {timeout}: must be a number of seconds above 0")
+        if timeout is not None:
+            check_number("timeout", timeout, Real)
+            if not timeout > 0:
+                raise UsageError(f"timeout {timeout}: must be a number of seconds above 0")
+        if deliver is not None and not callable(deliver):
+            raise UsageError(f"deliver {deliver!r}: must be a function that takes a chunk")
         asked = Options.of(**options)
         for name in ("scheduler", "confidence_threshold", "draft_len", "prefill_chunk"):
             if getattr(asked, name) != getattr(Options(), name):
@@ -222,20 +236,41 @@ class Batch:
                 )
             self._numbers += 1
             request = Request(self, self._numbers, tokens, answer, deadline, deliver)
+            if answer.rule == "exact" and isinstance(self.scheduler, Throughput):
+                self._check_streams(request)
             self._waiting.append(request)
         return request
 
+    def _check_streams(self, request: Request) -> None:
+        """The confidences of requests with the same random numbers would tell of each other's drafts."""
+        others = [*self._waiting, *(running.request for running in self._running)]
+        if any(other.answer.rule == "exact" and other.stream == request.stream for other in others):
+            seed, number = request.stream
+            raise UsageError(
+                f"seed {seed}: another exact request of this batch has it too, with the same number (request {number});"
+                " give each a number or a seed of its own"
+            )
+
     def generate(self, prompts: Sequence[Prompt], **options) -> list[Generation]:
-        """Answer all prompts, with the same options; see `submit`. The order of the answers is that of the prompts."""
-        requests: list[Request] = []
-        for prompt in prompts:
-            while self._queue_is_full() and self.step():
-                pass
-            requests.append(self.submit(prompt, **options))
-        return [request.result() for request in requests]
+        """Answer all prompts, with the same options; see `submit`. The order of the answers is that of the prompts.
+
+        Each has random numbers of its own: prompt i has those of `request` + i. Where a prompt is refused, none of the
+        others is answered.
+        """
+        first, requests = Options.of(**options).request, list[Request]()
+        try:
+            for number, prompt in enumerate(prompts):
+                while self._queue_is_full() and self.step():
+                    pass
+                requests.append(self.submit(prompt, **{**options, "request": first + number}))
+            return [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
 
     def _queue_is_full(self) -> bool:
-        return len(self._waiting) >= self.max_queue + len(self._free)
+        return sum(request.expired() is None for request in self._waiting) >= self.max_queue + len(self._free)
 
     @property
     def waiting(self) -> int:
@@ -247,10 +282,33 @@ class Batch:
 
     def close(self) -> None:
         """End all requests as cancelled."""
-        with self._stepping:
+        with self._turn():
             for request in [*self._waiting, *(running.request for running in self._running)]:
                 request.cancel()
             self._end_expired()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time; what it is interrupted in ends for all that run, since half a step cannot be told from
+        a whole one."""
+        if self._stepper == threading.get_ident():
+            raise UsageError("the batch is in a step: what takes its chunks must not step or close it, only cancel")
+        with self._stepping:
+            self._stepper = threading.get_ident()
+            try:
+                yield
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                self._stepper = None
+
+    def _abandon(self) -> None:
+        for running in [*self._running]:
+            if running.request.generation is None:
+                self._end(running, "error", "interrupted")
+        self._running, self._free = [], list(range(self.decoder.target_engine.requests))
+        self._waiting = deque(request for request in self._waiting if request.generation is None)
 
     # -- a step --------------------------------------------------------------------------------------------------------
     def step(self) -> bool:
@@ -259,22 +317,22 @@ class Batch:
         What goes wrong with one request (a logit processor that fails, logits that are no numbers) ends that one, with
         finish reason error; a target that fails ends those in the step. None of it is raised here.
         """
-        with self._stepping:
+        with self._turn():
             self._check_owner()
             self._end_expired()
             self._admit()
             if not self._running:
                 return False
+            self.decoder.owner = self
             parts = self._read() + self._anchors()
             try:
                 self._run(parts)
             except AssertionError:  # a fault of ours, which nobody should take for the engine's
                 raise
             except Exception as error:
-                self._end_all(parts, str(error) or type(error).__name__)
-            except BaseException:  # half a step cannot be told from a whole one
-                self._end_all(parts, "interrupted")
-                raise
+                for part in parts:
+                    if part.running.request.generation is None:
+                        self._end(part.running, "error", str(error) or type(error).__name__)
             self.counters.steps += 1
             return True
 
@@ -325,15 +383,15 @@ class Batch:
         anchors = [part.running.anchor for part in asking]
         drawings = [Drawing(**part.running.drawing(self.draft_len)) for part in asking]
         try:
-            drafts = propose_all(drafters, anchors, self.draft_len, drawings)
+            reading = any(part.running.answer.rules.read_confidence for part in asking)
+            drafts = propose_all(drafters, anchors, self.draft_len, drawings, read_confidence=reading)
         except DraftError as error:
             for part in asking:
                 part.fail(str(error))
             return
         for part, draft in zip(asking, drafts, strict=True):
-            if draft.sound:
-                part.draft = draft
-            else:
+            part.draft = draft
+            if draft.sound < len(draft.tokens):
                 part.fail(UNSOUND)
 
     def _schedule(self, parts: list[_Part]) -> None:
@@ -350,7 +408,7 @@ class Batch:
         lengths = self.scheduler.lengths(confidence, np.array(drafted), numbers, beside)
         for (part, draft), length in zip(decoding, lengths.tolist(), strict=True):
             # The cut looks at the drafts, so it is made when the lengths are chosen: no schedule may know of it before.
-            part.rows += draft.tokens[: min(length, first_stop(draft.tokens, part.running.answer.rules.stops))]
+            part.rows += draft.tokens[: min(length, usable(draft, part.running.answer.rules.stops))]
 
     def _judge(self, part: _Part, forward: Forward) -> int:
         """Stage 3 behind the forward: choose the tokens of one request. How many of its rows are to be kept."""
@@ -412,7 +470,7 @@ class Batch:
                 accepted=verdict.accepted,
                 emitted=part.new,
                 commit=kind,
-                target_steps=1 if kind != "replay" else 1 + len(part.new),
+                target_steps=running.target.steps - part.steps,
                 target_length=(part.before[0], running.lengths[0]),
                 drafter_length=(part.before[1], running.lengths[1]),
                 draft_ms=spent.draft * 1e3,
@@ -435,7 +493,7 @@ class Batch:
             self._give(running, answer.add(part.new, done, full=running.target.length == running.target.limit))
 
     def _give(self, running: _Running, chunk: Chunk) -> None:
-        if chunk.generation is not None:
+        if chunk.generation is not None and running in self._running:
             self._running.remove(running)
             heapq.heappush(self._free, running.place)
         self._tell(running.request, chunk)
@@ -449,34 +507,31 @@ class Batch:
     def _end(self, running: _Running, reason: str, error: str | None = None) -> None:
         self._give(running, running.answer.add([], None, full=False, finish=reason, error=error))
 
-    def _end_all(self, parts: Sequence[_Part], error: str) -> None:
-        for part in parts:
-            if part.running.request.generation is None:
-                self._end(part.running, "error", error)
-
     def _end_expired(self) -> None:
         for running in [*self._running]:
             reason = running.request.expired()
             if reason is not None:
                 self._end(running, reason)
         with self._lock:
-            expired = [(request, request.expired()) for request in self._waiting]
-            self._waiting = deque(request for request, reason in expired if reason is None)
-        for request, reason in expired:
-            if reason is not None:
-                self._tell(request, request.answer.add([], None, full=False, finish=reason))
+            expired = [request for request in self._waiting if request.expired()]
+        for request in expired:
+            if request.generation is None:
+                request.answer.resume()
+                self._tell(request, request.answer.add([], None, full=False, finish=request.expired()))
+        with self._lock:
+            self._waiting = deque(request for request in self._waiting if request.generation is None)
 
     def _admit(self) -> None:
         with self._lock:
             while self._free and self._waiting:
-                place = heapq.heappop(self._free)
-                self._running.append(_Running(self._waiting.popleft(), self.decoder, place))
+                self._running.append(_Running(self._waiting[0], self.decoder, self._free[0]))
+                heapq.heappop(self._free)
+                self._waiting.popleft()
 
     def _check_owner(self) -> None:
-        if self.decoder.owner is not self:  # a session of the same decoder has used the places
+        if self.decoder.owner is not self:
             for running in [*self._running]:
-                self._end(running, "error", "a session on the same decoder took this batch's engines")
-            self.decoder.owner = self
+                self._end(running, "error", "another batch or session of the same decoder took this batch's engines")
 
 
 def _numbers(parts: Sequence[_Part]) -> np.ndarray:

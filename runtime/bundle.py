@@ -157,6 +157,9 @@ def _measured(manifest: Manifest) -> Iterator[tuple[str, str, str, bool]]:
     for name, sps in (("sps", manifest.sps), ("batch_sps", manifest.batch_sps)):
         if sps is None:
             continue
+        counts = [0, *(steps.requests for steps in (*sps.fewer, sps.table))]
+        wanted = f"{name}: the requests of fewer and table rise, from 1"
+        yield name, "profile", wanted, all(a < b for a, b in zip(counts, counts[1:], strict=False))
         for at, table in (("table", sps.table), *((f"fewer[{i}]", steps) for i, steps in enumerate(sps.fewer))):
             tokens = table.tokens
             rising = all(a < b for a, b in zip((0, *tokens), (*tokens, MOST_TOKENS + 1), strict=True))
@@ -164,9 +167,8 @@ def _measured(manifest: Manifest) -> Iterator[tuple[str, str, str, bool]]:
             yield name, "profile", wanted, bool(tokens) and rising
             wanted = f"{name}.{at}.steps_per_second are finite numbers above 0, one for each of tokens"
             yield name, "profile", wanted, _positive(table.steps_per_second, len(tokens))
-        counts = [0, *(steps.requests for steps in (*sps.fewer, sps.table))]
-        wanted = f"{name}: the requests of fewer and table rise, from 1"
-        yield name, "profile", wanted, all(a < b for a, b in zip(counts, counts[1:], strict=False))
+            wanted = f"{name}.{at}: the largest step has a token for each of its requests"
+            yield name, "profile", wanted, table.requests <= tokens[-1]
         wanted = f"{name}.draft_ms are block_size finite numbers above 0"
         yield name, "profile", wanted, _positive(sps.draft_ms, drafter.block_size)
         wanted, more = f"{name}.requests_draft_ms are finite numbers above 0", sps.requests_draft_ms

@@ -1,6 +1,7 @@
 """The front door: `load` a bundle, get a `Decoder`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from dspark.runtime.bundle import Bundle, open_bundle, read_draft_tokens
 from dspark.runtime.draft import Drafter
 from dspark.runtime.engines.base import NOISE, Engine
 from dspark.runtime.engines.open import ONNXRUNTIME, check_threads, open_engines
-from dspark.runtime.request import Chunk, Generation, OnRound, Prompt
+from dspark.runtime.request import Chunk, Generation, OnRound, Prompt, check_number
 from dspark.runtime.schedule import make_scheduler
 from dspark.runtime.session import Session
 from dspark.runtime.throughput import SpsTable
@@ -42,6 +43,7 @@ def load(
     bundle, limit = _open(folder, threads, max_context_len)
     if max_batch_size is None:
         max_batch_size = bundle.manifest.profiles.max_batch_size
+    check_number("max batch size", max_batch_size)
     if not 1 <= max_batch_size <= MOST_REQUESTS:
         raise UsageError(f"max batch size {max_batch_size}: must be from 1 to {MOST_REQUESTS}")
     target, drafter = open_engines(bundle, ("target", "drafter"), backend, limit, threads, max_batch_size)
@@ -126,6 +128,8 @@ class Decoder:
         scheduler: one of SCHEDULERS, for all requests together; None: `throughput` where the bundle has a profile of
         these engines and the drafter has confidences, else `threshold` with a threshold, else as for a request.
         """
+        if confidence_threshold is not None:
+            check_number("confidence threshold", confidence_threshold, Real)
         has_confidence = self.manifest.drafter.confidence.enabled
         if scheduler is None and confidence_threshold is None and has_confidence and self.sps is not None:
             scheduler = "throughput"
@@ -156,9 +160,13 @@ class Decoder:
         if isinstance(prompt, str):
             # An empty text stays empty, even where the tokenizer would put a begin-of-text token in front.
             return self._checked(self._tokenizer().encode(prompt, add_special_tokens=first)) if prompt else []
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise UsageError(f"prompt: {type(prompt).__name__}: give text, token ids or chat messages")
         messages = [item for item in prompt if isinstance(item, dict)]
         if messages:
             return self._checked(self._tokenizer().encode_chat(messages))
+        for token in prompt:
+            check_number("prompt: token", token)
         return self._checked([int(token) for token in prompt], given=True)  # type: ignore[arg-type]
 
     def check_room(self, size: int) -> None:

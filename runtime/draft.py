@@ -29,10 +29,18 @@ class Draft:
     logits: np.ndarray | None = None
 
     @property
-    def sound(self) -> bool:
-        """False: a number is missing that every drafter gives, as after an overflow."""
-        read = [array for array in (self.confidence, self.logits) if array is not None]
-        return min(self.tokens, default=0) >= 0 and not any(np.isnan(array).any() for array in read)
+    def sound(self) -> int:
+        """How many of the drafts, from the first, come with all the numbers that a drafter gives.
+
+        The others are not to be verified. Whether draft k is sound hangs on the drafts before it, never on itself, so
+        no draft may be left out for what is wrong behind it: that would change the distribution of `exact`.
+        """
+        broken = np.array(self.tokens) < 0
+        if self.confidence is not None:
+            broken |= np.isnan(self.confidence)
+        if self.logits is not None:
+            broken |= np.isnan(self.logits).any(axis=1)
+        return int(broken.argmax()) if broken.any() else len(self.tokens)
 
 
 class Drafter:
@@ -107,17 +115,13 @@ class Drafter:
         temperature, noise: above 0, token k is drawn: the argmax of logits / temperature + noise, with the caller's
         Gumbel noise fp32 [draft_len, Vd]. At 0 it is the logits' argmax, and there is no noise.
         read_confidence=False and read_logits=False leave those in the engine. UsageError for a wrong draft_len,
-        temperature or noise, and for a bundle that cannot draw. DraftError where the engine fails, or a confidence or
-        logit that was read is no number.
+        temperature or noise, and for a bundle that cannot draw. DraftError where the engine fails.
         """
         drawn = Drawing(temperature, noise, read_logits)
         _check(self, draft_len, [drawn])
         if taps is not None:
             self.observe(taps)
-        (draft,) = propose_all([self], [anchor], draft_len, [drawn], read_confidence=read_confidence)
-        if not draft.sound:
-            raise DraftError(UNSOUND)
-        return draft
+        return propose_all([self], [anchor], draft_len, [drawn], read_confidence=read_confidence)[0]
 
     def _take(self) -> Rows:
         waiting, self._waiting = self._waiting, []
@@ -173,7 +177,7 @@ def propose_all(
     *,
     read_confidence: bool = True,
 ) -> list[Draft]:
-    """`Drafter.propose` of all requests in one run; but whether a draft is `sound`, the caller has to look."""
+    """`Drafter.propose` of all requests in one run."""
     spec, size = drafters[0].spec, _check(drafters[0], draft_len, drawings)
     contexts = [drafter._next_context() for drafter in drafters]
     with_confidence = read_confidence and spec.confidence.enabled

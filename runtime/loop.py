@@ -1,13 +1,13 @@
 """One round: draft, schedule, verify, commit (DSpark, figure 2). Plain decoding is the round that drafts nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from dspark.runtime.commit import Kind, commit
-from dspark.runtime.draft import Draft, Drafter, DraftError
+from dspark.runtime.draft import UNSOUND, Draft, Drafter, DraftError
 from dspark.runtime.schedule import Scheduler
 from dspark.runtime.target import Target
 from dspark.runtime.verify import Judge, verify
@@ -86,7 +86,9 @@ def decode_round(
         most = np.array([min(len(proposal.tokens), budget)])
         (length,) = rules.scheduler.lengths(sure, most).tolist()
         # The cut looks at the drafts, so it is made when the length is chosen: no schedule may know of it before.
-        length = min(length, first_stop(proposal.tokens, rules.stops))
+        length = min(length, usable(proposal, rules.stops))
+        if proposal.sound < len(proposal.tokens):
+            failure = UNSOUND
 
     rules.check()
     verify_started = perf_counter()  # 3. verify
@@ -124,12 +126,13 @@ def decode_round(
     )
 
 
-def first_stop(drafts: Sequence[int], stops: frozenset[int]) -> int:
-    """How many drafts are left when the draft is cut after its first stop token."""
-    for index, token in enumerate(drafts):
+def usable(draft: Draft, stops: frozenset[int]) -> int:
+    """How many drafts are left when the draft is cut after its first stop token, or before one that is not sound."""
+    sound = draft.sound
+    for index, token in enumerate(draft.tokens[:sound]):
         if token in stops:
             return index + 1
-    return len(drafts)
+    return sound
 
 
 def _state(target: Target, drafter: Drafter | None) -> tuple[int, int, float]:

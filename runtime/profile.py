@@ -63,6 +63,8 @@ def misfit(sps: Sps | None, machine: Machine, engines: Measured, requests: int =
         return "its profile is of other graphs or engines than it has now"
     if requests > max(1, len(sps.requests_draft_ms)):
         return f"its profile is of up to {len(sps.requests_draft_ms)} requests at once, not of {requests}"
+    if requests > sps.table.tokens[-1]:
+        return f"its profile ends at steps of {sps.table.tokens[-1]} tokens, {requests} requests take more"
     return None
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
@@ -144,13 +145,14 @@ class Answer:
             )
         seed = fresh_seed() if options.seed is None else int(options.seed)
         stops = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else decoder.stops)
-        self._ending = _ending(decoder, options, stops)
+        self._make_ending = partial(_ending, decoder, options, stops)
+        self._ending = self._make_ending()
         self.rules = Rules(
             draft_len=draft_len,
             scheduler=scheduler,
             judge=_judge(decoder, options, Draws(Streams(seed, options.request)), tokens),
             stops=stops,
-            ends=self._ending.push,
+            ends=lambda token: self._ending.push(token),
             read_confidence=options.read_confidence or scheduler.reads_confidence,
             stepwise=options.mode == "strict",
             check=check,
@@ -198,7 +200,13 @@ class Answer:
         whatever it says itself."""
         self.token_ids += new
         finish = finish or self._finish_reason(full)
+        if error is not None:  # in the middle of a round, which may have decided more tokens than it returns
+            self._ending = self._make_ending()
+            for token in self.token_ids:
+                self._ending.push(token)
         piece = self._ending.take(last=finish is not None)
+        if error is not None:
+            piece = piece[sum(map(len, self._pieces or ())) :]
         if self._pieces is not None:
             self._pieces.append(piece)
         self.stats.emitted = len(self.token_ids)
@@ -236,21 +244,30 @@ def _check_types(options: Options) -> None:
     """UsageError for what is no number where one has to be, or no list."""
     names = (*_NUMBERS, *(field.name for field in dataclasses.fields(Sampling)))
     for name in (*_INTEGERS, *names):
-        value, kind = getattr(options, name), Integral if name in _INTEGERS else Real
-        optional = name in (*_NUMBERS, "seed", "draft_len", "logprobs")
-        if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and optional)):
-            wanted = "an integer" if kind is Integral else "a number"
-            raise UsageError(f"{name.replace('_', ' ')} {value!r}: must be {wanted}")
+        if getattr(options, name) is not None or name not in (*_NUMBERS, "seed", "draft_len", "logprobs"):
+            check_number(name.replace("_", " "), getattr(options, name), Integral if name in _INTEGERS else Real)
     for name in _LISTS:
         value = getattr(options, name)
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise UsageError(f"{name.replace('_', ' ')} {value!r}: must be a list")
+    for token in options.stop_token_ids:
+        check_number("stop token", token, Integral)
+    for processor in options.logit_processors:
+        if not callable(processor):
+            raise UsageError(f"logit processor {processor!r}: must be a function (tokens, logits) -> logits")
+
+
+def check_number(name: str, value: object, kind: type = Integral) -> None:
+    """UsageError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UsageError(f"{name} {value!r}: must be {'an integer' if kind is Integral else 'a number'}")
 
 
 def draft_len_of(decoder: "Decoder", draft_len: int | None) -> int:
     """Drafts per round; None: the bundle's default. UsageError where the drafter takes no such number."""
     drafter = decoder.manifest.drafter
     draft_len = decoder.manifest.profiles.draft_len if draft_len is None else draft_len
+    check_number("draft len", draft_len)
     if not 1 <= draft_len <= drafter.block_size:
         hint = " (for decoding without drafts use mode plain)" if draft_len == 0 else ""
         raise UsageError(f"draft length {draft_len}: this drafter takes 1 to {drafter.block_size}{hint}")

@@ -2,10 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+import weakref
 from typing import Self
 
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, UsageError
 from dspark.runtime.batch import Batch, Request
 from dspark.runtime.request import Chunk, Generation, Prompt, log
 
@@ -20,6 +20,8 @@ class AsyncBatch:
         self._thread = threading.Thread(target=self._work, name="dspark-batch", daemon=True)
 
     async def __aenter__(self) -> Self:
+        if self._thread.ident is not None:
+            raise UsageError("an AsyncBatch is entered once: make another one of its batch")
         self._thread.start()
         return self
 
@@ -37,8 +39,8 @@ class AsyncBatch:
         assert generation is not None
         return generation
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options) -> AsyncIterator[Chunk]:
-        """Submit now, and give the chunks as they come; an iteration that is left early cancels the request."""
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options) -> "Stream":
+        """Submit now, and give the chunks as they come; a stream that is dropped or closed cancels its request."""
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
 
         def deliver(chunk: Chunk) -> None:
@@ -49,7 +51,7 @@ class AsyncBatch:
                 raise DSparkError("the batch is closed: submit within `async with AsyncBatch(...)`")
             request = self.batch.submit(prompt, timeout=timeout, deliver=deliver, **options)
             self._wake.notify()
-        return _read(request, chunks)
+        return Stream(request, chunks)
 
     def _work(self) -> None:
         try:
@@ -67,12 +69,28 @@ class AsyncBatch:
                 self.batch.close()
 
 
-async def _read(request: Request, chunks: "asyncio.Queue[Chunk]") -> AsyncIterator[Chunk]:
-    try:
-        while True:
-            chunk = await chunks.get()
-            yield chunk
-            if chunk.generation is not None:
-                return
-    finally:
-        request.cancel()
+class Stream:
+    """The chunks of a request, for `async for`."""
+
+    def __init__(self, request: Request, chunks: "asyncio.Queue[Chunk]"):
+        self._chunks, self._ended = chunks, False
+        self._cancel = weakref.finalize(self, request.cancel)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            chunk = await self._chunks.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._ended = chunk.generation is not None
+        return chunk
+
+    async def aclose(self) -> None:
+        """Cancel the request, if it has not ended."""
+        self._ended = True
+        self._cancel()

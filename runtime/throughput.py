@@ -18,7 +18,7 @@ from dspark.manifest import Calibration
 
 PROFILE = "run `dspark profile BUNDLE`"
 MOST_TOKENS = 2**20  # in a step, of a table
-GAIN = 1.05  # by which drafting has to be faster: what was seen is old, and a draft after a pause has more to read
+GAIN = 1.1  # by which drafting has to be faster: what was seen is old, and a draft after a pause has more to read
 PROBE = 32  # steps without a draft, after which there is one
 ALONE = np.zeros(1, int)  # the number of the only request
 Seen = tuple[np.ndarray, np.ndarray]  # numbers [R] of requests, ascending, and their survivals [R, G]

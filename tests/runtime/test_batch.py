@@ -263,7 +263,7 @@ def test_an_interrupted_step_ends_what_is_in_it():
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_drafter_that_breaks_costs_speed_alone(kind, at, caplog):
     decoder = make(3)
-    batch, run, runs = decoder.batch("off"), decoder.drafter_engine.run, []
+    batch, run, runs = decoder.batch("threshold", confidence_threshold=0.1), decoder.drafter_engine.run, []
 
     def breaks(inputs, fetch):
         runs.append(1)
@@ -295,8 +295,105 @@ def test_a_session_that_takes_the_engines_is_told_of():
     request = batch.submit([1, 2], max_new_tokens=30)
     batch.step()
     decoder.generate([4, 5], max_new_tokens=5)
-    assert request.result().finish_reason == "error" and "a session" in request.result().error
+    assert request.result().finish_reason == "error" and "batch or session" in request.result().error
     assert batch.submit([1, 2], max_new_tokens=5).result().token_ids == LANGUAGE.continuation([1, 2], 5)
+
+
+def test_making_a_batch_and_an_idle_step_take_nothing_from_others():
+    decoder = make(2)
+    batch = decoder.batch("off")
+    request = batch.submit([1, 2], max_new_tokens=20)
+    batch.step()
+    assert not decoder.batch("off").step()
+    assert request.result().token_ids == LANGUAGE.continuation([1, 2], 20)
+    stream = decoder.stream([1, 2], max_new_tokens=20)
+    next(stream)
+    assert not batch.step() and sum(len(chunk.token_ids) for chunk in stream) == 19
+
+
+def test_a_reader_that_interrupts_ends_what_is_in_the_step():
+    """Also with the last chunk of its request, when that has already left its place."""
+    for last in (False, True):
+        decoder = make(3)
+        batch = decoder.batch("off", max_queue=9)
+
+        def interrupts(chunk, last=last):
+            if (chunk.generation is not None) == last:
+                raise KeyboardInterrupt
+
+        bad = batch.submit([1, 2], max_new_tokens=3, deliver=interrupts)
+        others = [batch.submit([1, r], max_new_tokens=30) for r in range(3, 8)]
+        with pytest.raises(KeyboardInterrupt):
+            while batch.step():
+                pass
+        assert bad.generation is not None
+        assert [other.generation.finish_reason for other in others[:2]] == ["error"] * 2
+        assert [other.result().token_ids for other in others[2:]] == [
+            LANGUAGE.continuation([1, r], 30) for r in range(5, 8)
+        ]
+        assert sorted(batch._free) == [0, 1, 2]
+
+
+def test_a_reader_must_not_step_or_close():
+    batch = make(2).batch("off")
+    for act in (batch.step, batch.close):
+        bad = batch.submit([1, 2], max_new_tokens=20, deliver=lambda _, act=act: act())
+        good = batch.submit([1, 3], max_new_tokens=20)
+        assert good.result().token_ids == LANGUAGE.continuation([1, 3], 20)
+        assert bad.generation.finish_reason == "cancelled"
+
+
+def test_the_text_of_a_request_that_failed_is_that_of_its_tokens(tmp_path):
+    """A round has decided more when it fails than it returns."""
+
+    class Letters:
+        has_chat_template = False
+
+        def decode(self, ids):
+            return "".join(chr(97 + token) for token in ids)
+
+    def fails(tokens, logits):
+        if len(tokens) == 7:
+            raise RuntimeError("no more")
+        return logits
+
+    decoder = fake_decoder(LANGUAGE, requests=2)
+    decoder.tokenizer = Letters()
+    result = decoder.batch("off").submit([1, 2], max_new_tokens=20, logit_processors=[fails]).result()
+    assert result.finish_reason == "error" and result.token_ids == LANGUAGE.continuation([1, 2], 1)
+    assert result.text == Letters().decode(result.token_ids)
+
+
+def test_one_prompt_that_is_refused_leaves_none_of_the_others():
+    batch = make(1).batch("off")
+    with pytest.raises(UsageError, match="token 99"):
+        batch.generate([[1], [2], [99]], max_new_tokens=5)
+    assert not batch.step() and batch.counters.finished == {"cancelled": 2}
+
+
+def test_exact_requests_that_share_their_random_numbers():
+    """A schedule by all confidences would tell of each other's drafts: refused, and numbered by `generate`."""
+    options = {"temperature": 1.0, "sampling": "exact", "seed": 3, "max_new_tokens": 4}
+    for name in SCHEDULERS[:-1]:
+        batch = make(2).batch(name, **threshold(name))
+        first = batch.submit([1], **options)
+        if name.startswith("throughput"):
+            with pytest.raises(UsageError, match="seed 3: another exact request.*request 0"):
+                batch.submit([2], **options)
+        else:
+            batch.submit([2], **options)
+        batch.submit([2], request=1, **options)
+        first.result()
+        assert len(batch.generate([[1]] * 3, request=5, **options)) == 3
+    streams = {request.answer.options.request for request in _submitted(make(2).batch("off"), options)}
+    assert streams == {5, 6, 7}
+
+
+def _submitted(batch, options) -> list:
+    found, submit = [], batch.submit
+    batch.submit = lambda *given, **more: found.append(submit(*given, **more)) or found[-1]
+    batch.generate([[1]] * 3, request=5, **options)
+    return found
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -311,6 +408,11 @@ def test_a_session_that_takes_the_engines_is_told_of():
         ({"mode": "fast"}, "mode 'fast'"),
         ({"max_new_tokens": 0}, "max new tokens 0"),
         ({"warmth": 1}, "option 'warmth'"),
+        ({"timeout": "5"}, "timeout '5': must be a number"),
+        ({"timeout": True}, "timeout True: must be a number"),
+        ({"deliver": 3}, "deliver 3: must be a function"),
+        ({"stop_token_ids": [1.5]}, "stop token 1.5: must be an integer"),
+        ({"logit_processors": [3]}, "logit processor 3: must be a function"),
     ],
 )
 def test_bad_options(options, message):
@@ -323,11 +425,22 @@ def test_bad_options(options, message):
 def test_bad_prompts_and_batches():
     decoder = make()
     batch = decoder.batch("off")
-    for prompt, message in (([], "the prompt is empty"), ([1] * 201, "context limit"), ([99], "token 99 at index 0")):
+    for prompt, message in (
+        ([], "the prompt is empty"),
+        ([1] * 201, "context limit"),
+        ([99], "token 99 at index 0"),
+        ([1.7], "token 1.7: must be an integer"),
+        (["a"], "token 'a': must be an integer"),
+        (5, "int: give text, token ids or chat messages"),
+    ):
         with pytest.raises(UsageError, match=message):
             batch.submit(prompt)
     for options, message in (
         ({"draft_len": 9}, "draft length 9"),
+        ({"draft_len": 2.5}, "draft len 2.5: must be an integer"),
+        ({"prefill": float("nan")}, "prefill nan: must be an integer"),
+        ({"max_queue": None}, "max queue None: must be an integer"),
+        ({"confidence_threshold": "0.5"}, "confidence threshold '0.5': must be a number"),
         ({"max_queue": -1}, "max queue -1"),
         ({"prefill": 0}, "prefill 0"),
         ({"scheduler": "fastest"}, "scheduler 'fastest'"),

@@ -78,6 +78,40 @@ def test_an_iteration_that_is_left_cancels_its_request():
     assert asyncio.run(main()) == {"cancelled": 1, "length": 1}
 
 
+@pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])
+def test_a_stream_that_is_left_before_its_first_chunk_cancels_its_request(how):
+    async def main():
+        batch = slowly(make(1))
+        async with AsyncBatch(batch) as front:
+            stream = front.stream([1, 2], max_new_tokens=190)
+            if how == "closed":
+                await stream.aclose()
+            elif how == "cancelled":
+                reader = asyncio.create_task(stream.__anext__())
+                await asyncio.sleep(0)
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+            del stream
+            if how == "cancelled":
+                del reader
+            await front.generate([1, 3], max_new_tokens=5)
+        return batch.counters.finished
+
+    assert asyncio.run(main()) == {"cancelled": 1, "length": 1}
+
+
+def test_it_is_entered_once():
+    async def main():
+        front = AsyncBatch(make())
+        async with front:
+            pass
+        with pytest.raises(UsageError, match="entered once"):
+            async with front:
+                pass
+
+    asyncio.run(main())
+
+
 def test_leaving_ends_all_and_nothing_more_is_taken():
     async def main():
         batch = slowly(make(1))
@@ -128,4 +162,4 @@ def test_a_batch_that_stops_ends_its_requests(caplog):
                 await front.generate([1])
         return found
 
-    assert asyncio.run(main()) == ["cancelled"] * 2 and "the batch stopped" in caplog.text
+    assert asyncio.run(main()) == ["error", "cancelled"] and "the batch stopped" in caplog.text

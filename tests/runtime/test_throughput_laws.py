@@ -14,8 +14,8 @@ from together import Together
 from dspark.manifest import Calibration
 from dspark.runtime import Batch, Decoder, request
 from dspark.runtime import batch as runtime_batch
-from dspark.runtime.loop import first_stop
-from dspark.runtime.schedule import Scheduler
+from dspark.runtime.loop import usable
+from dspark.runtime.schedule import FullBlock, Scheduler
 from dspark.runtime.throughput import SpsTable, Throughput, ThroughputAsync, ThroughputGlobal
 
 WRONG = 1e-3  # the least that a wrong law deviates
@@ -232,6 +232,24 @@ def seen(kind: type[Throughput], table: SpsTable, seed: int) -> Throughput:
     return scheduler
 
 
+class Breaking(Tables):
+    """What follows the first token drafted is no number where that was token 0."""
+
+    def _confidence(self, prefix):
+        return float("nan") if len(prefix) > len(Case.prompt) + 2 and prefix[-1] == 0 else super()._confidence(prefix)
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+def test_law_where_a_drafter_gives_nan(kind):
+    """Where it does may hang on the draft before: that one is verified as if nothing had happened."""
+    for seed in (0, 3):
+        check_law(replace(scheduled("exact", LOSSLESS[kind], "block of 3", seed), tables=Breaking))
+        cases = [replace(case, tables=Breaking) for case in batch(seed, 4, 4)]
+        assert deviation_of_batch(cases, partial(LOSSLESS[kind], stepped(seed, 6, 2)), 1) < EXACT
+    whole = Case({**EXACT_RULE, "read_confidence": True}, size=2, block=3, new=4, tables=Breaking)
+    check_law(replace(whole, scheduler=FullBlock))
+
+
 BITING = (7, 31, 37)  # seeds whose tables a search that looks ahead does not survive
 
 
@@ -272,7 +290,7 @@ def test_a_budget_that_knows_of_the_cut_is_found(monkeypatch):
         for part in parts:
             if part.draft is not None:
                 tokens = part.draft.tokens
-                part.draft = replace(part.draft, tokens=tokens[: first_stop(tokens, part.running.answer.rules.stops)])
+                part.draft = replace(part.draft, tokens=tokens[: usable(part.draft, part.running.answer.rules.stops)])
         schedule(self, parts)
 
     monkeypatch.setattr(Batch, "_schedule", cut_before)
