@@ -258,6 +258,7 @@ class Batch:
         others is answered.
         """
         first, requests = Options.of(**options).request, list[Request]()
+        check_number("request", first)
         try:
             for number, prompt in enumerate(prompts):
                 while self._queue_is_full() and self.step():

@@ -57,16 +57,25 @@ class SpsTable:
         """The largest step that has a speed."""
         return self.tokens[-1]
 
-    def speeds(self, first: int, last: int, beside: int = 0) -> np.ndarray:
-        """Of steps of `first`..`last` tokens and `beside` more, fp64; those beyond `most` are left out. UsageError
-        where `first` tokens alone are: the profile is of smaller batches."""
+    def speeds(self, first: int, last: int) -> np.ndarray:
+        """Of steps of `first` requests with `first`..`last` tokens, fp64; those beyond `most` are left out. UsageError
+        where `first` tokens are: the profile is of smaller batches."""
         if first > self.most:
             raise UsageError(
                 f"profile: {first} requests in a step, it was measured up to {self.most} tokens; run `dspark profile`"
                 " with more, or choose another scheduler"
             )
-        table = self if beside else next((t for t in self.fewer if t.requests >= first), self)
-        return table._curve[first + beside : last + 1 + beside]
+        table = next((t for t in self.fewer if t.requests >= first), self)
+        return table._curve[first : last + 1]
+
+    def added(self, size: int, tokens: int) -> np.ndarray:
+        """Seconds that 0..`tokens` more tokens add to a step of `size`, as far as steps are measured; at least [0].
+
+        In proportion between two sizes: in steps as large as prompts make them few sizes are measured.
+        """
+        sizes = np.arange(size, max(size, min(size + tokens, self.most)) + 1)
+        seconds = np.interp(sizes, self.tokens, 1 / np.array(self.steps_per_second))
+        return seconds - seconds[0]
 
     def draft_time(self, requests: int) -> float:
         """Seconds; of more requests than were measured, in proportion."""
@@ -164,11 +173,13 @@ class Throughput:
     def theta(self, admitted: np.ndarray, requests: int, beside: int = 0, drafting: int = 0) -> np.ndarray:
         """Expected tokens per second with the first n drafts of `admitted`, by n, as far as steps have speeds.
 
-        drafting: how many requests the step drafted for, which took its time; 0: a step of plain decoding.
+        beside: tokens of prompts that the step reads too. drafting: how many requests it drafted for, which took its
+        time; 0: a step of plain decoding.
         """
-        speeds = self.sps.speeds(requests, requests + len(admitted), beside)
-        if not len(speeds):  # prompts make the step larger than any that was measured: no drafts
-            return np.zeros(1)
+        speeds = self.sps.speeds(requests, requests + len(admitted))
+        if beside:  # reading prompts takes its time in any case: what counts is what drafts add to that
+            added = self.sps.added(requests + beside, len(admitted))
+            speeds = 1 / (1 / speeds[0] + added)
         if drafting and self.sps.draft_seconds:
             speeds = speeds / (1 + speeds * self.sps.draft_time(drafting))
         # cumsum adds from left to right: what comes later does not change a bit of what is here.

@@ -94,16 +94,15 @@ def test_load(pairs, tmp_path):
     assert decoder.generate([1, 2], max_new_tokens=3, scheduler="throughput").token_ids
 
 
-def speed_of(tables, first, size, beside):
+def speed_of(tables, first, size):
     """By the definition, from {requests: {tokens: speed}} of what was measured; None: no speed."""
     fit = [requests for requests in sorted(tables) if requests >= first]
-    table = tables[max(tables) if beside or not fit else fit[0]]
-    return next((table[tokens] for tokens in sorted(table) if tokens >= size + beside), None)
+    table = tables[fit[0] if fit else max(tables)]
+    return next((table[tokens] for tokens in sorted(table) if tokens >= size), None)
 
 
 def test_a_profile_of_batches_is_used_by_requests(pairs, tmp_path):
-    """The table of the smallest measured number of requests that is not smaller than the step's; the fullest one where
-    prompts are beside."""
+    """The table of the smallest measured number of requests that is not smaller than the step's."""
     folder = shutil.copytree(pairs("qwen3-vanilla").bundle, tmp_path / "bundle")
     decoder = load(folder, max_batch_size=5)
     measured = {
