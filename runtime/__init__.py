@@ -1,5 +1,6 @@
 """Bundle to tokens: `decoder = load("engines/"); decoder.generate("...")`. No torch."""
 
+from dspark.errors import DSparkError, UsageError
 from dspark.runtime.batch import Batch, QueueFull, Request
 from dspark.runtime.decoder import Decoder, load, load_drafter
 from dspark.runtime.draft import Draft, Drafter
@@ -13,6 +14,7 @@ __all__ = [
     "AsyncBatch",
     "Batch",
     "Chunk",
+    "DSparkError",
     "Decoder",
     "Draft",
     "Drafter",
@@ -23,6 +25,7 @@ __all__ = [
     "Round",
     "Session",
     "Stats",
+    "UsageError",
     "load",
     "load_drafter",
 ]

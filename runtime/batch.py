@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from numbers import Integral, Real
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Self
 
@@ -232,7 +232,7 @@ class Batch:
             if self._queue_is_full():
                 raise QueueFull(
                     f"{len(self._waiting)} requests wait already and {len(self._running)} run: try again later, or"
-                    " allow a longer queue (max_queue)"
+                    f" allow a longer queue (max_queue is {self.max_queue}, beyond the free places)"
                 )
             self._numbers += 1
             request = Request(self, self._numbers, tokens, answer, deadline, deliver)
@@ -257,6 +257,8 @@ class Batch:
         Each has random numbers of its own: prompt i has those of `request` + i. Where a prompt is refused, none of the
         others is answered.
         """
+        if isinstance(prompts, str) or any(isinstance(prompt, dict | Integral) for prompt in prompts):
+            raise UsageError("prompts: this is one prompt; give a list of them")
         first, requests = Options.of(**options).request, list[Request]()
         check_number("request", first)
         try:

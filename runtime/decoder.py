@@ -160,9 +160,11 @@ class Decoder:
         if isinstance(prompt, str):
             # An empty text stays empty, even where the tokenizer would put a begin-of-text token in front.
             return self._checked(self._tokenizer().encode(prompt, add_special_tokens=first)) if prompt else []
-        if not isinstance(prompt, Sequence | np.ndarray):
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
             raise UsageError(f"prompt: {type(prompt).__name__}: give text, token ids or chat messages")
         messages = [item for item in prompt if isinstance(item, dict)]
+        if messages and len(messages) < len(prompt):
+            raise UsageError("prompt: chat messages beside something else; give text, token ids or messages alone")
         if messages:
             return self._checked(self._tokenizer().encode_chat(messages))
         for token in prompt:

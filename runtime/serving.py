@@ -14,6 +14,8 @@ class AsyncBatch:
     """Use it as `async with AsyncBatch(decoder.batch()) as batch: ...`; leaving that ends all requests."""
 
     def __init__(self, batch: Batch):
+        if not isinstance(batch, Batch):
+            raise UsageError(f"AsyncBatch takes a batch, not a {type(batch).__name__}: AsyncBatch(decoder.batch())")
         self.batch = batch
         self._wake = threading.Condition()
         self._closing = False

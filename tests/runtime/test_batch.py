@@ -451,6 +451,16 @@ def test_bad_prompts_and_batches():
         decoder.batch("throughput-global").submit([1], temperature=1.0, sampling="exact")
 
 
+def test_one_prompt_where_many_belong():
+    batch = make().batch("off")
+    for prompts in ("some text", [1, 2, 3], [{"role": "user", "content": "hi"}]):
+        with pytest.raises(UsageError, match="this is one prompt; give a list"):
+            batch.generate(prompts)
+    for prompt, message in ((b"hi", "bytes: give text"), ([{"role": "user", "content": "hi"}, "more"], "beside")):
+        with pytest.raises(UsageError, match=message):
+            batch.submit(prompt)
+
+
 def test_the_default_scheduler():
     decoder = make()
     assert type(decoder.batch().scheduler).__name__ == "Throughput"

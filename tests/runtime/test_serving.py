@@ -108,6 +108,8 @@ def test_it_is_entered_once():
         with pytest.raises(UsageError, match="entered once"):
             async with front:
                 pass
+        with pytest.raises(UsageError, match="takes a batch, not a Decoder"):
+            AsyncBatch(fake_decoder(LANGUAGE))
 
     asyncio.run(main())
 

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"dspark calibrate: {reliability.MISSING}", file=sys.stderr)
         made = Calibration(scaling.temperatures, len(ours), len(fitted), args.temperature, scaling.shifts)
         amend_manifest(folder, calibration=made)
+        print(f"done: the calibration is in {args.bundle}", file=sys.stderr)
     for warning in report["warnings"]:
         print(f"dspark calibrate: warning: {warning}", file=sys.stderr)
     if args.json:

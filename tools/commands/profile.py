@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         context = default_context(decoder) if args.context is None else args.context
         each = "" if args.max_batch_size == 1 else f" in each of {args.max_batch_size} requests"
         progress(f"measuring {repeats} times, {context} tokens committed{each}")
-        speed = measure_speed(decoder, context, repeats)
+        speed = measure_speed(decoder, context, repeats, lambda done: progress(f"{done} of {repeats} repetitions"))
         *fewer, table = (
             Steps(tuple(p.size for p in points), tuple(1e3 / ms for ms in even(points)), requests)
             for requests, points in speed.steps.items()
