@@ -6,6 +6,7 @@ the taps of the tokens it committed, and asks for drafts after the last of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Draft:
     # indices. Valid until the drafter's next run. None: not read.
     logits: np.ndarray | None = None
 
-    @property
+    @cached_property
     def sound(self) -> int:
         """How many of the drafts, from the first, come with all the numbers that a drafter gives.
 
@@ -39,7 +40,7 @@ class Draft:
         if self.confidence is not None:
             broken |= np.isnan(self.confidence)
         if self.logits is not None:
-            broken |= np.isnan(self.logits).any(axis=1)
+            broken |= np.isnan(self.logits.max(axis=1))  # which is no number where one of them is none
         return int(broken.argmax()) if broken.any() else len(self.tokens)
 
 
