@@ -131,11 +131,14 @@ def test_a_profile_of_batches_is_used_by_requests(pairs, tmp_path):
     assert (found.requests, [t.requests for t in found.fewer]) == (5, [1, 2, 4])
     for first in range(1, 9):  # more than 5: as many as have a speed
         for last in (first, first * 8, 120):
-            for beside in (0, 1, 30, 64, 104):
-                speeds = [speed_of(measured, first, size, beside) for size in range(first, last + 1)]
-                expected = [speed for speed in speeds if speed is not None]
-                assert found.speeds(first, last, beside).tolist() == expected, (first, last, beside)
-    assert found.speeds(1, 1)[0] == 100 > found.speeds(1, 1, 1)[0] == 81, "a token of a prompt is another request"
+            speeds = [speed_of(measured, first, size) for size in range(first, last + 1)]
+            expected = [speed for speed in speeds if speed is not None]
+            assert found.speeds(first, last).tolist() == expected, (first, last)
+    # Beside prompts the fullest table counts, between its sizes in proportion: 35 tokens from 5 to 40, 64 to 104.
+    slope, steeper = (1 / 40 - 1 / 65) / 35, (1 / 20 - 1 / 40) / 64
+    assert found.added(10, 3) == pytest.approx([0, slope, 2 * slope, 3 * slope])
+    assert found.added(39, 2) == pytest.approx([0, slope, slope + steeper])
+    assert len(found.added(102, 5)) == 3 and found.added(200, 5).tolist() == [0]
     assert found.speeds(1, 8)[-1] == 90 > found.speeds(4, 8)[-1] == 66, "8 tokens of one request, and of four"
     with pytest.raises(UsageError, match="105 requests in a step"):
         found.speeds(105, 105)
