@@ -29,7 +29,7 @@ ENDS = 1e-7  # confidences are calibrated as if they were so far from 0 and 1
 class SpsTable:
     """How many steps per second the target runs, by B, the number of tokens in a step, the requests' anchors included.
 
-    A curve of steps, which nothing smooths: between two measured sizes a step is as slow as the next larger one. More
+    A curve of steps: between two measured sizes a step is as slow as the next larger one. More
     tokens never make a step faster, so that is the least that the speed can be, wherever between the two it drops; a
     draft is not admitted for a speed that nobody has measured. Beyond the last size there is no speed.
     """
@@ -193,9 +193,7 @@ class Throughput:
             stays = (before[place] == requests) & (drafted == 0)
             survival = np.where(stays[:, None], known[place], survival)
             drafted = drafted + stays
-        order = np.argsort(requests)
-        order = order[drafted[order] > 0]
-        return requests[order], survival[order]
+        return _of_drafting(requests, survival, drafted)
 
     def _count(self, survival, admitted, drafted, requests, beside) -> int:
         """How many of the drafts in `admitted` to verify."""
@@ -233,11 +231,16 @@ class ThroughputAsync(ThroughputGlobal):
         if len(self._history) == 2:
             expected = _remembered(*self._history[0], requests, expected[0])
         candidates = expected[np.arange(expected.shape[1]) < drafted[:, None]]
-        order = np.argsort(requests)
-        order = order[drafted[order] > 0]
-        self._history.append((requests[order], survival[order]))
+        self._history.append(_of_drafting(requests, survival, drafted))
         ascending = np.sort(candidates, kind="stable")  # which is quicker, since those of a request are in order
         return super()._count(survival, ascending[::-1], drafted, requests, beside)
+
+
+def _of_drafting(requests: np.ndarray, survival: np.ndarray, drafted: np.ndarray) -> Seen:
+    """Those that drafted."""
+    order = np.argsort(requests)
+    order = order[drafted[order] > 0]
+    return requests[order], survival[order]
 
 
 def _told_apart(requests: np.ndarray | None, drafted: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The reliability diagram of a calibration. The one module that draws; matplotlib comes with '.[plot]'."""
+"""The reliability diagram of a calibration; matplotlib comes with '.[plot]'."""
 
 import math
 from collections.abc import Sequence

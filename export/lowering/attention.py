@@ -11,7 +11,9 @@ with a window of 128 it takes 0.3 of the time, with 512 0.4 to 0.65 (6 rows) or 
 1.5.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +22,7 @@ from dspark.errors import UsageError
 from dspark.export.rewriting import Nodes, constant_ints, inputs_by_name
 
 MICROSOFT = "com.microsoft"
+S = TypeVar("S")
 
 
 def check_head_dim(where: str, head_dim: int) -> None:
@@ -31,12 +34,20 @@ def check_head_dim(where: str, head_dim: int) -> None:
 def lower_attention(model: ir.Model) -> None:
     """Requires: one request; caches are linear, or those with a window rings of as many rows as the window and the
     step's new ones. Ensures: no BlockAttention is left, neither nodes nor function."""
+    replace_attention(model, Step.of, _lower)
+
+
+def replace_attention(
+    model: ir.Model, begin: Callable[[Nodes, ir.Node], S], lower: Callable[[Nodes, ir.Node, S], None]
+) -> None:
+    """Put what `lower` makes of it in the place of every BlockAttention. begin: makes, in front of the first, what all
+    of them share."""
     graph = model.graph
-    step: Step | None = None
+    step: S | None = None
     for node in [node for node in graph if node.op_type == "BlockAttention"]:
         at = Nodes(graph, node)
-        step = step or Step.of(at, node)
-        _lower(at, node, step)
+        step = step or begin(at, node)
+        lower(at, node, step)
         graph.remove(node, safe=True)
     model.opset_imports[MICROSOFT] = 1
     model.functions.pop(("dspark", "BlockAttention", ""), None)  # a target may have no layer that attends

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from dspark.export.lowering.attention import MICROSOFT
+from dspark.export.lowering.attention import MICROSOFT, replace_attention
 from dspark.export.rewriting import Nodes, inputs_by_name
 
 INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -26,15 +26,7 @@ INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
 def lower_batch_attention(model: ir.Model) -> None:
     """Requires: every request has one page, which all columns of `pages` name, and at least one block row; no rows of
     padding; caches as in `lower_attention`. Ensures: no BlockAttention is left, neither nodes nor function."""
-    graph = model.graph
-    step: Step | None = None
-    for node in [node for node in graph if node.op_type == "BlockAttention"]:
-        at = Nodes(graph, node)
-        step = step or Step.of(at, node)
-        _lower(at, node, step)
-        graph.remove(node, safe=True)
-    model.opset_imports[MICROSOFT] = 1
-    model.functions.pop(("dspark", "BlockAttention", ""), None)
+    replace_attention(model, Step.of, _lower)
 
 
 @dataclass(frozen=True)
